@@ -1,0 +1,236 @@
+"""FlashMapCandidateGenerator: target outputs -> a drafted block, for our own loop and for the stock one."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import (
+    CandidateGenerator,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils import ModelOutput
+
+from flashmap_hf.conditioning import ContextWindow, tap
+from flashmap_hf.generation_config import DraftOptions
+from flashmap_hf.head import unembedding_rows
+from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.verification import draw
+
+# They keep the most likely token where it is: the argmax of a draft is the same with and without them.
+ARGMAX_INVARIANT = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafted block. tokens `[k]` ids of the target; probs `[k, V]`, the law each was drawn from (rejection only)."""
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None = None
+
+
+class FlashMapCandidateGenerator(CandidateGenerator):
+    """Drafts a block of up to K tokens from the target's hidden states, one sequence at a time.
+
+    Args:
+        drafter, target: the two models; neither is changed.
+        generation_config: of the call, prepared by `generate` (do_sample and max_length are read).
+        logits_processor: the call's processors; each draft is processed on its own prefix.
+        options: the call's drafting options.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        drafter: FlashMapDrafter,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        options: DraftOptions,
+    ):
+        self.drafter, self.target, self.options = drafter, target, options
+        self.logits_processor = logits_processor
+        self.max_length = generation_config.max_length
+        self.tap_layers: list[int] = list(drafter.config.tap_layers or [])
+        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.tap_layers}
+        self.vocab_size = drafter.config.vocab_size
+        self.rule = self._rule(bool(generation_config.do_sample))
+        # processors that cannot change an argmax are left out where only the argmax is read
+        self.argmax_processors = [p for p in logits_processor if not isinstance(p, ARGMAX_INVARIANT)]
+        self.context = ContextWindow(drafter.config.window)
+        self.working = True  # False after non-finite draft logits
+        self.rows = self._readout_rows()
+        self.greedy_noise: torch.Tensor | None = None
+
+    def _rule(self, do_sample: bool) -> str:
+        if not do_sample:
+            return "greedy"
+        coupled = self.drafter.config.coupling == "quantile"
+        rule = self.options.verification
+        if rule == "shared_noise" and not coupled:
+            raise ValueError(
+                f"verification='shared_noise' needs a drafter with coupling='quantile', this one has "
+                f"coupling={self.drafter.config.coupling!r}: use verification='rejection'."
+            )
+        if rule == "auto":
+            return "shared_noise" if coupled else "rejection"
+        return rule
+
+    def _readout_rows(self) -> torch.Tensor | None:
+        head = self.drafter.head
+        if head.low_rank:
+            return None
+        output_embeddings = self.target.get_output_embeddings()
+        rows = unembedding_rows(output_embeddings, head.ids if head.restricted else head.size, self.target_hidden_size)
+        return rows.to(device=self.drafter.device, dtype=self.drafter.dtype)
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.drafter.config.target_hidden_size
+
+    # target outputs -> context
+
+    def observe(self, hidden_states: Any, start: int, count: int) -> None:
+        """Take the tapped states of `count` newly committed positions, from index `start` of the last target forward."""
+        taps = tap([h if h is None else h[:, start : start + count] for h in hidden_states], self.tap_layers)
+        self.context.append(taps.to(self.drafter.device))
+
+    # context -> draft
+
+    @torch.no_grad()
+    def draft(self, input_ids: torch.Tensor, u: torch.Tensor | None = None) -> Draft:  # [1, T], [K]
+        """Draft the tokens after `input_ids`; fewer than K near the length limit or where confidence is low.
+
+        Args:
+            input_ids: `[1, T]`, all committed tokens; the last is the anchor.
+            u: `[K]` in [0, 1), the noise of the next K positions; read under shared noise only.
+        """
+        room = self.max_length - input_ids.shape[1] - 1  # the target adds one token of its own
+        size = min(self.options.num_assistant_tokens, room)
+        if size < 1 or not self.working or self.context.taps is None:
+            return Draft(input_ids.new_empty(0))
+        logits = self._forward(input_ids[:, -1], u)[0, :size].float()  # [k, N]
+        if not bool(logits.isfinite().all()):
+            self.working = False
+            warnings.warn(
+                "The drafter's logits are not finite: this call goes on without it (check the drafter's dtype and weights).",
+                stacklevel=2,
+            )
+            return Draft(input_ids.new_empty(0))
+        if self.rule == "rejection" or self.argmax_processors:
+            return self._processed(input_ids, logits)
+        confidence, best = logits.softmax(-1).max(-1)
+        size = self._confident(confidence.cpu())
+        return Draft(self.drafter.head.target_ids(best[:size]).to(input_ids.device))
+
+    def _forward(self, anchor: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:  # [1], [K] -> [1, K, N]
+        config, device = self.drafter.config, self.drafter.device
+        noise = None
+        if config.coupling == "independent":
+            noise = self._gaussian(config.block_size)
+        if self.rule == "greedy":
+            u = torch.zeros(config.block_size)
+        elif self.rule != "shared_noise":
+            u = None  # the laws p and q of these rules do not know the noise
+        anchor_embeds = self.target.get_input_embeddings()(anchor.to(self.target.device)).to(device)
+        assert self.context.taps is not None
+        output = self.drafter(
+            self.context.taps,
+            anchor_embeds,
+            rows=self.rows,
+            u=None if u is None else u[None].to(device=device, dtype=torch.float32),
+            noise=noise,
+            num_steps=self.options.num_steps,
+        )
+        return output.logits
+
+    def _gaussian(self, slots: int) -> torch.Tensor:
+        """z_0 of the independent coupling; greedy decoding is deterministic and leaves the global generator alone."""
+        shape = (1, slots, self.target_hidden_size)
+        if self.rule != "greedy":
+            return torch.randn(shape).to(self.drafter.device)
+        if self.greedy_noise is None:
+            self.greedy_noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.drafter.device)
+        return self.greedy_noise
+
+    def _processed(self, input_ids: torch.Tensor, logits: torch.Tensor) -> Draft:
+        """Process each position on its own drafted prefix, then draw from it (rejection) or take its argmax."""
+        sampled = self.rule == "rejection"
+        processors = self.logits_processor if sampled else LogitsProcessorList(self.argmax_processors)
+        ids = self.drafter.head.ids
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        confidences: list[float] = []
+        prefix = input_ids
+        for row in logits:
+            scores = row.new_full((1, self.vocab_size), -torch.inf).index_fill_(1, ids, 0.0)
+            scores[0, ids] = row
+            scores = processors(prefix, scores.to(input_ids.device))
+            if not bool(scores.isfinite().any()):
+                break  # nothing that the drafter knows is allowed here
+            law = scores.softmax(-1)
+            # confidence is the law's mode, not the drawn token's share: a block that stops depending on the token
+            # drawn last would condition that token on having been kept
+            confidences.append(float(law.max()))
+            if self._confident(torch.tensor(confidences)) < len(confidences):
+                break
+            token = draw(law, torch.rand(1, dtype=torch.float64, device=law.device)) if sampled else law.argmax(-1)
+            tokens.append(token)
+            probs.append(law)
+            prefix = torch.cat([prefix, token[None]], dim=1)
+        if not tokens:
+            return Draft(input_ids.new_empty(0))
+        return Draft(torch.cat(tokens), torch.cat(probs) if sampled else None)
+
+    def _confident(self, confidence: torch.Tensor) -> int:  # [k] -> how many positions stay above the threshold
+        threshold = self.options.assistant_confidence_threshold
+        if threshold == 0.0:
+            return len(confidence)
+        return int((confidence.cumprod(0) >= threshold).int().cumprod(0).sum())
+
+    # the stock loop's door
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Contract of transformers' assisted decoding, which verifies by rejection or, greedily, by equality.
+
+        Returns:
+            `[1, T + k]` ids and `[1, k, V]` logits of q (None when greedy).
+        """
+        if is_first_iteration or model_outputs is None:
+            return input_ids, None
+        first = self.context.taps is None
+        count = input_ids.shape[1] - 1 if first else int(n_last_matches) + 1
+        self.observe(model_outputs.hidden_states, 0, count)
+        draft = self.draft(input_ids)
+        candidates = torch.cat([input_ids, draft.tokens[None].to(input_ids.device)], dim=1)
+        if self.rule == "greedy" or len(draft.tokens) == 0:
+            return candidates, None
+        if draft.probs is not None:
+            return candidates, draft.probs.log()[None]
+        one_hot = torch.full((1, len(draft.tokens), self.vocab_size), -torch.inf, device=input_ids.device)
+        return candidates, one_hot.scatter_(2, draft.tokens[None, :, None], 0.0)
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """The block size of a call is constant."""

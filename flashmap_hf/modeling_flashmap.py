@@ -1,0 +1,342 @@
+"""FlashMapDrafter: composes context, flow and head into a `PreTrainedModel` that proposes K tokens in one pass."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput
+
+from flashmap_hf.conditioning import ContextEncoder, default_tap_layers
+from flashmap_hf.configuration_flashmap import FlashMapConfig
+from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
+from flashmap_hf.generation_config import FlashMapGenerationConfig
+from flashmap_hf.flow import euler, midpoint, quantile_prior
+from flashmap_hf.head import DraftHead, unembedding_rows
+
+KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [B, Hkv, W, head_dim]
+
+# Features of u in [0, 1): the scalar, its logits near both ends, and cosines for the middle.
+NUM_U_COSINES = 12
+U_LOG_FLOOR = 1e-3
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary position embedding. x: `[B, heads, T, head_dim]`; positions: `[B, T]` or `[1, T]`, any origin."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[:, None, :, None].float() * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class SlotAttention(nn.Module):
+    """Bidirectional over the slots; keys and values are [context; slots]. Query/key RMSNorm, grouped queries, sdpa."""
+
+    def __init__(self, config: FlashMapConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.theta = config.rope_theta
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: `[B, T, H]`, positions `[B, T]` -> keys, values `[B, Hkv, T, head_dim]`."""
+        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
+        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
+        return rotate(keys, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
+
+    def forward(
+        self,
+        x: torch.Tensor,  # [B, K + 1, H]
+        positions: torch.Tensor,  # [B, K + 1]
+        context: tuple[torch.Tensor, torch.Tensor],  # keys, values [B, Hkv, W, head_dim]
+        mask: torch.Tensor | None,  # [B, 1, 1, W + K + 1], True = attend
+    ) -> torch.Tensor:
+        batch, slots, _ = x.shape
+        queries = self.q_norm(self.q_proj(x).view(batch, slots, self.heads, self.head_dim)).transpose(1, 2)
+        keys, values = self.keys_values(x, positions)
+        attended = nn.functional.scaled_dot_product_attention(
+            rotate(queries, positions, self.theta),
+            torch.cat([context[0], keys], dim=2),
+            torch.cat([context[1], values], dim=2),
+            attn_mask=mask,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
+
+
+class SlotLayer(GradientCheckpointingLayer):
+    """Pre-norm transformer layer: attention, then a gated MLP."""
+
+    def __init__(self, config: FlashMapConfig):
+        super().__init__()
+        width, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.attention_norm = nn.RMSNorm(width, eps=eps)
+        self.attention = SlotAttention(config)
+        self.mlp_norm = nn.RMSNorm(width, eps=eps)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        context: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:  # [B, K + 1, H]
+        x = x + self.attention(self.attention_norm(x), positions, context, mask)
+        normed = self.mlp_norm(x)
+        return x + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+class NoiseEmbedding(nn.Module):
+    """Explicit embedding of u (one scalar among D would be ignored) and of the time s."""
+
+    def __init__(self, config: FlashMapConfig):
+        super().__init__()
+        width = config.hidden_size
+        self.u_in = nn.Linear(3 + NUM_U_COSINES, width)
+        self.u_out = nn.Linear(width, width, bias=False)
+        self.hidden_u = nn.Parameter(torch.zeros(width))
+        self.s_in = nn.Linear(1 + NUM_U_COSINES, width)
+        self.s_out = nn.Linear(width, width, bias=False)
+
+    @staticmethod
+    def cosines(x: torch.Tensor) -> torch.Tensor:  # [...] -> [..., NUM_U_COSINES]
+        orders = torch.arange(1, NUM_U_COSINES + 1, device=x.device, dtype=x.dtype)
+        return torch.cos(torch.pi * x.unsqueeze(-1) * orders)
+
+    def noise(self, u: torch.Tensor) -> torch.Tensor:  # [B, K] in [0, 1) -> [B, K, H]
+        ends = torch.stack([u, torch.log(u + U_LOG_FLOOR), torch.log(1 - u + U_LOG_FLOOR)], dim=-1)
+        features = torch.cat([ends, self.cosines(u)], dim=-1).to(self.u_in.weight.dtype)
+        return self.u_out(nn.functional.silu(self.u_in(features)))
+
+    def time(self, s: torch.Tensor) -> torch.Tensor:  # [B] in [0, 1) -> [B, 1, H]
+        features = torch.cat([s.unsqueeze(-1), self.cosines(s)], dim=-1).to(self.s_in.weight.dtype)
+        return self.s_out(nn.functional.silu(self.s_in(features))).unsqueeze(1)
+
+
+@dataclass
+class FlashMapOutput(ModelOutput):
+    """z_1: `[B, K, D]`, where the flow lands; logits: `[B, K, N]` over the draft vocabulary (`head.ids`)."""
+
+    z_1: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+
+class FlashMapDrafter(PreTrainedModel):
+    """Maps noise to the representations of the next K tokens in one pass, conditioned on the target's hidden states."""
+
+    config: FlashMapConfig
+    config_class = FlashMapConfig
+    base_model_prefix = "drafter"
+    main_input_name = "taps"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules: ClassVar[list[str]] = ["SlotLayer"]
+
+    def __init__(self, config: FlashMapConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        assert config.tap_layers is not None  # filled by the config
+        self.context_encoder = ContextEncoder(
+            len(config.tap_layers), config.target_hidden_size, width, config.rms_norm_eps
+        )
+        self.anchor_norm = nn.RMSNorm(config.target_hidden_size, eps=config.rms_norm_eps)
+        self.anchor_proj = nn.Linear(config.target_hidden_size, width, bias=False)
+        self.z_proj = nn.Linear(config.target_hidden_size, width, bias=False)
+        self.slot_embedding = nn.Parameter(torch.zeros(config.block_size + 1, width))
+        self.noise_embedding = NoiseEmbedding(config)
+        self.prior_direction = nn.Parameter(torch.zeros(config.target_hidden_size), requires_grad=False)
+        self.layers = nn.ModuleList([SlotLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.endpoint_proj = (
+            nn.Identity()
+            if width == config.target_hidden_size
+            else nn.Linear(width, config.target_hidden_size, bias=False)
+        )
+        self.head = DraftHead(config)
+        self.gradient_checkpointing = False
+        self.generation_config = FlashMapGenerationConfig()
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, FlashMapDrafter):
+            nn.init.normal_(module.slot_embedding, std=self.config.initializer_range)
+            nn.init.normal_(module.prior_direction)
+            module.prior_direction.div_(module.prior_direction.norm())
+        elif isinstance(module, NoiseEmbedding):
+            nn.init.zeros_(module.hidden_u)
+        elif isinstance(module, DraftHead):
+            nn.init.ones_(module.readout_scale)
+
+    # context -> keys and values, once per committed position
+
+    def context_keys_values(self, taps: torch.Tensor, positions: torch.Tensor) -> KeyValues:
+        """Keys and values of committed positions, for every layer.
+
+        Args:
+            taps: `[B, W, N * D]` of `conditioning.tap`, any float dtype.
+            positions: `[B, W]` in the same count as the anchor's position; only differences matter.
+        """
+        context = self.context_encoder(taps.to(self.dtype))
+        return [layer.attention.keys_values(context, positions) for layer in self.layers]
+
+    # the velocity network
+
+    def endpoint(
+        self,
+        z: torch.Tensor,
+        s: torch.Tensor,
+        u: torch.Tensor | None,
+        anchor_embeds: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        context: KeyValues,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The endpoint `x^` of the path through `z` at time `s`; the velocity is `(x^ - z) / (1 - s)`.
+
+        Args:
+            z: `[B, K, D]`; s: `[B]`.
+            u: `[B, K]` noise of the quantile coupling; NaN entries are hidden from the network. None: all hidden.
+            anchor_embeds: `[B, D]`, the target's input embedding of the newest committed token.
+            anchor_positions: `[B]`.
+            context: from `context_keys_values`.
+            mask: `[B, W]`, True where the context position exists. None: all do.
+
+        Returns:
+            `[B, K, D]`.
+        """
+        batch, slots = z.shape[0], z.shape[1]
+        anchor = self.anchor_proj(self.anchor_norm(anchor_embeds.to(self.dtype)))
+        noise = self.noise_embedding.hidden_u
+        if u is not None:
+            known = self.noise_embedding.noise(u.nan_to_num(0.0))
+            noise = torch.where(u.isnan().unsqueeze(-1), noise, known)
+        drafted = self.z_proj(z.to(self.dtype)) + noise
+        x = torch.cat([anchor.unsqueeze(1), drafted], dim=1) + self.slot_embedding[: slots + 1]
+        x = x + self.noise_embedding.time(s)
+        positions = anchor_positions[:, None] + torch.arange(slots + 1, device=z.device)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(batch, slots + 1)], dim=1)[:, None, None, :]
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            x = layer(x, positions, keys_values, mask)
+        return self.endpoint_proj(self.norm(x[:, 1:]))
+
+    def prior(self, u: torch.Tensor | None, noise: torch.Tensor | None, batch: int, slots: int) -> torch.Tensor:
+        """`z_0` `[B, K, D]`: carries u (quantile), or is the given Gaussian `noise` (independent); zero where neither is."""
+        if self.config.coupling == "independent":
+            if noise is None:
+                raise ValueError("coupling='independent' draws z_0: pass noise of shape [B, K, D].")
+            return noise.to(self.dtype)
+        if u is None:
+            return self.prior_direction.new_zeros(batch, slots, self.config.target_hidden_size)
+        return quantile_prior(u, self.prior_direction).nan_to_num(0.0)
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        anchor_embeds: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        u: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        block_size: int | None = None,
+        num_steps: int | None = None,
+    ) -> FlashMapOutput:
+        """Draft one block.
+
+        Args:
+            taps: `[B, W, N * D]`, taps of the last W committed positions, newest last.
+            anchor_embeds: `[B, D]`, the target's input embedding of the newest committed token.
+            rows: `[N, D]`, the target's unembedding rows of `head.ids`; not used by the low-rank head.
+            u: `[B, K]` noise of the quantile coupling (0 = greedy); None hides it from the network.
+            noise: `[B, K, D]` Gaussian, `coupling="independent"` only.
+            mask: `[B, W]`, False where a position does not exist (left side).
+            block_size: draft fewer than `config.block_size` tokens.
+            num_steps: overrides the config's: 1 Euler step or 2 (midpoint).
+
+        Returns:
+            `FlashMapOutput` with `z_1` `[B, K, D]` and `logits` `[B, K, N]`.
+        """
+        batch, window = taps.shape[:2]
+        slots = block_size or self.config.block_size
+        context = self.context_keys_values(taps, torch.arange(window, device=taps.device)[None])
+        anchor_positions = torch.full((batch,), window, device=taps.device)
+        z_0 = self.prior(u, noise, batch, slots)
+        if self.config.coupling == "independent":
+            u = None
+
+        def endpoint_fn(z: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+            return self.endpoint(z, s, u, anchor_embeds, anchor_positions, context, mask)
+
+        solve = midpoint if (num_steps or self.config.num_steps) == 2 else euler
+        z_1 = solve(endpoint_fn, z_0)
+        return FlashMapOutput(z_1=z_1, logits=self.head(z_1, rows))
+
+    @classmethod
+    def from_target(
+        cls, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **overrides: Any
+    ) -> "FlashMapDrafter":
+        """An untrained drafter that fits `target`; `overrides` are fields of `FlashMapConfig`.
+
+        Raises:
+            ValueError: the target is an encoder-decoder or has no output embeddings, or an override is out of range.
+        """
+        drafter = cls(config_for_target(target, tokenizer, **overrides))
+        output_embeddings = target.get_output_embeddings()
+        if drafter.config.head == "shared" and output_embeddings is not None:
+            rows = unembedding_rows(output_embeddings, drafter.head.ids[:1024], drafter.config.target_hidden_size)
+            # logits of a random endpoint of unit RMS start with standard deviation 1, whatever the target's scale
+            with torch.no_grad():
+                drafter.head.readout_scale.fill_(1.0 / rows.float().square().sum(-1).mean().sqrt())
+        return drafter
+
+
+def config_for_target(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **overrides: Any
+) -> FlashMapConfig:
+    """The default configuration of a drafter for `target`, with `overrides`."""
+    text: PreTrainedConfig = target.config.get_text_config()
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder: FlashMap drafts for decoder-only targets.")
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"{type(target).__name__} has no output embeddings: load it with AutoModelForCausalLM.")
+    width, layers = text.hidden_size, text.num_hidden_layers
+    heads = max(1, width // 64)
+    fields: dict[str, Any] = {
+        "target_name": target.config.name_or_path,
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "target_hidden_size": width,
+        "target_num_layers": layers,
+        "vocab_size": text.vocab_size,
+        "tap_layers": default_tap_layers(layers),
+        "hidden_size": width,
+        "intermediate_size": (8 * width // 3 + 63) // 64 * 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": next(n for n in (3, 4, 2, 1) if heads % n == 0) if heads > 1 else 1,
+        "head_dim": 64 if width >= 64 else width // 2 * 2,
+    }
+    if tokenizer is not None:
+        fields |= {
+            "tokenizer_size": len(tokenizer),
+            "tokenizer_hash": vocabulary_hash(tokenizer),
+            "chat_template_hash": chat_template_hash(tokenizer),
+        }
+    return FlashMapConfig(**(fields | overrides))

@@ -1,0 +1,1 @@
+"""Training a drafter: answers -> features -> blocks -> losses -> trainer."""
