@@ -7,7 +7,7 @@ from torch import nn
 
 
 def default_tap_layers(num_layers: int, num_taps: int = 4) -> list[int]:
-    """Indices into `hidden_states`, evenly spaced, the last one final (`hidden_states[L + 1]` is the output of layer L)."""
+    """Indices into `hidden_states`, evenly spaced, the last one final (index i is the output of the i-th layer)."""
     num_taps = min(num_taps, num_layers)
     return [round(num_layers * (i + 1) / num_taps) for i in range(num_taps)]
 
@@ -43,7 +43,7 @@ class ContextEncoder(nn.Module):
 
 
 class ContextWindow:
-    """The last W committed positions of one sequence: a rolling buffer of taps, the drafter's only state in a request."""
+    """The last W committed positions of one sequence: a rolling buffer of taps, the drafter's only state."""
 
     def __init__(self, window: int):
         self.window = window

@@ -1,6 +1,6 @@
 """FlashMapConfig: the shape of a drafter and the target that it is bound to."""
 
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -57,8 +57,8 @@ class FlashMapConfig(PreTrainedConfig):
     tap_layers: list[int] | None = None
     window: int = 16
     block_size: int = 5
-    coupling: Literal["quantile", "independent"] = "quantile"
-    num_steps: Literal[1, 2] = 1
+    coupling: str = "quantile"
+    num_steps: int = 1
 
     hidden_size: int = 576
     intermediate_size: int = 1536
@@ -70,17 +70,44 @@ class FlashMapConfig(PreTrainedConfig):
     rope_theta: float = 10000.0
     initializer_range: float = 0.02
 
-    head: Literal["shared", "low_rank"] = "shared"
+    head: str = "shared"
     head_rank: int | None = None
     draft_vocab_size: int | None = None
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in `PreTrainedConfig`, which only warns where the files are those of another kind of model.
+
+        Raises:
+            OSError: config.json is not a drafter's.
+        """
+        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not fields:
+            raise OSError(f"{pretrained_model_name_or_path} has no config.json: pass a drafter's folder or Hub id.")
+        if fields.get("model_type") != cls.model_type:
+            raise OSError(
+                f"{pretrained_model_name_or_path} holds a model of type {fields.get('model_type')!r}, not a FlashMap "
+                "drafter: is this the target? Pass the drafter's folder or Hub id."
+            )
+        return fields, kwargs
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.tap_layers is None:
             self.tap_layers = [self.target_num_layers]
         super().__post_init__(**kwargs)
+        self._check()
 
-    def validate_architecture(self) -> None:
-        """Part of `@strict` validation: called on construction."""
+    def _check(self) -> None:
+        # not a `validate_*` method: `@strict` wraps what those raise in an error class of its own
+        for name, choices in (
+            ("coupling", ("quantile", "independent")),
+            ("num_steps", (1, 2)),
+            ("head", ("shared", "low_rank")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(str, choices))}.")
         for name in ("block_size", "window", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
@@ -99,7 +126,7 @@ class FlashMapConfig(PreTrainedConfig):
             )
         if (self.head == "low_rank") != (self.head_rank is not None):
             raise ValueError(
-                f"head={self.head!r} with head_rank={self.head_rank}: a rank belongs to the low_rank head, and only to it."
+                f"head={self.head!r} with head_rank={self.head_rank}: a rank belongs to the low_rank head only."
             )
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.num_proposable:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: must be between 1 and {self.num_proposable}.")

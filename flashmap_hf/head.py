@@ -1,4 +1,4 @@
-"""Endpoint -> draft logits: the target's unembedding (whole or restricted to a draft vocabulary), or an own low-rank head."""
+"""Endpoint -> draft logits: the target's unembedding (whole, or a draft vocabulary of it), or an own low-rank head."""
 
 import torch
 from torch import nn

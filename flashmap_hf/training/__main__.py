@@ -46,8 +46,8 @@ def build_drafter(
     """An untrained drafter of the asked shape with its draft vocabulary filled."""
     torch.manual_seed(args.seed)
     drafter = FlashMapDrafter.from_target(
-        target, tokenizer, tap_layers=taps, window=args.window, block_size=args.block_size, num_hidden_layers=args.layers,
-        coupling=args.coupling, draft_vocab_size=args.draft_vocab,
+        target, tokenizer, tap_layers=taps, window=args.window, block_size=args.block_size,
+        num_hidden_layers=args.layers, coupling=args.coupling, draft_vocab_size=args.draft_vocab,
     )  # fmt: skip
     if args.draft_vocab:
         eos = target.generation_config.eos_token_id
@@ -62,8 +62,9 @@ def features(args: argparse.Namespace) -> None:
     random.Random(args.seed).shuffle(answers)
     layers = target.config.get_text_config().num_hidden_layers
     manifest = make_features(target.eval(), answers[: args.limit], args.out, default_tap_layers(layers))
-    print(f"{sum(int(s['answers']) for s in manifest.shards)} answers, {sum(int(s['tokens']) for s in manifest.shards)} response tokens; "
-          f"skipped: {manifest.skipped_long} too long")  # fmt: skip
+    total = {name: sum(int(row[name]) for row in manifest.shards) for name in ("answers", "tokens")}
+    skipped = f"skipped: {manifest.skipped_empty} empty, {manifest.skipped_long} too long"
+    print(f"{total['answers']} answers, {total['tokens']} response tokens; {skipped}")
 
 
 def train(args: argparse.Namespace) -> None:
@@ -85,17 +86,17 @@ def train(args: argparse.Namespace) -> None:
             target.get_output_embeddings(), drafter.config.vocab_size, drafter.config.target_hidden_size
         )
     trainer = Trainer(drafter, embeddings, unembedding.float(), sequences, held_out, config, args.out)
-    print(f"{len(sequences)} answers, {sum(len(s.f_left) for s in sequences)} response tokens, {len(held_out)} held out; "
-          f"drafter: {sum(p.numel() for p in drafter.parameters()):,} parameters", flush=True)  # fmt: skip
+    tokens, parameters = sum(len(s.f_left) for s in sequences), sum(p.numel() for p in drafter.parameters())
+    print(f"{len(sequences)} answers, {tokens} response tokens, {len(held_out)} held out; {parameters} parameters")
     trainer.run()
     tokens_per_step = trainer.evaluate()
     folder = args.out / "drafter"
     trainer.averaged_drafter().to(torch.bfloat16).save_pretrained(folder)
     record = {
-        "provenance": provenance(), "config": dataclasses.asdict(config), "blocks": trainer.blocks, "steps": trainer.step,
-        "epochs": trainer.epoch, "minutes": trainer.seconds / 60, "answers": len(sequences),
-        "response_tokens": sum(len(s.f_left) for s in sequences), "held_out_answers": len(held_out),
-        "held_out_tokens_per_step": tokens_per_step, "parameters": sum(p.numel() for p in drafter.parameters()),
+        "provenance": provenance(), "config": dataclasses.asdict(config), "blocks": trainer.blocks,
+        "steps": trainer.step, "epochs": trainer.epoch, "minutes": trainer.seconds / 60, "answers": len(sequences),
+        "response_tokens": tokens, "held_out_answers": len(held_out), "parameters": parameters,
+        "held_out_tokens_per_step": tokens_per_step,
     }  # fmt: skip
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"{folder}: {tokens_per_step:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")

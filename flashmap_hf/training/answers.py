@@ -35,7 +35,8 @@ def read_answers(path: str | Path) -> Iterator[Answer]:
                 answer = Answer(str(row["id"]), float(row["temperature"]), row["prompt_ids"], row["response_ids"])
             except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: not an answer ({error!r}); each row needs id, temperature, prompt_ids and response_ids."
+                    f"{path}, line {number}: not an answer ({error!r}); "
+                    "a row needs id, temperature, prompt_ids and response_ids."
                 ) from error
             for name in ("prompt_ids", "response_ids"):
                 ids = getattr(answer, name)

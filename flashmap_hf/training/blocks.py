@@ -88,7 +88,7 @@ def epoch_batches(
 
 
 def draw_u(batch: BlockBatch, hide: float, generator: torch.Generator) -> torch.Tensor:
-    """`[S, A, K]`: uniform in each token's interval (0 when greedy); NaN (hidden) for a share `hide` of the sampled blocks."""
+    """`[S, A, K]`: uniform in each token's interval (0 when greedy); NaN for a share `hide` of the sampled blocks."""
     uniform = torch.rand(batch.f_left.shape, generator=generator)
     u = batch.f_left + uniform * (batch.f_right - batch.f_left)
     hidden = (torch.rand(batch.sampled.shape, generator=generator) < hide) & batch.sampled

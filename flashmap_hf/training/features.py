@@ -1,12 +1,11 @@
 """Answers -> features: one target forward per answer; taps, tokens and quantile intervals in safetensors shards.
 
-A shard holds whole answers. Of the prompt only the last `context` positions are kept: no drafter window reaches further.
-The manifest is written after each shard, so a killed run resumes at the first answer that no shard holds.
+Of the prompt only the last `context` positions are kept: no drafter window reaches further.
+The manifest is written after each shard: a killed run resumes at the first answer that no shard holds.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +37,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         aside = folder / (MANIFEST + ".tmp")
         aside.write_text(json.dumps(asdict(self), indent=1))
-        os.replace(aside, folder / MANIFEST)
+        aside.replace(folder / MANIFEST)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -100,7 +99,7 @@ def write_shard(path: Path, sequences: list[SequenceFeatures]) -> dict[str, int 
     aside = path.with_suffix(".tmp")
     save_file(tensors, aside)
     digest = hashlib.sha256(aside.read_bytes()).hexdigest()
-    os.replace(aside, path)
+    aside.replace(path)
     return {
         "file": path.name,
         "answers": len(sequences),
@@ -164,15 +163,17 @@ def make_features(
     for name in ("target", "target_hidden_size", "tap_layers", "context"):
         if getattr(manifest, name) != getattr(fresh, name):
             raise ValueError(
-                f"{folder} holds features with {name}={getattr(manifest, name)}, asked for {getattr(fresh, name)}: use another folder."
+                f"{folder} holds features with {name}={getattr(manifest, name)}, "
+                f"not {getattr(fresh, name)}: use another folder."
             )
-    kept = [a for a in answers if len(a.response_ids) > 1]
+    rows = list(answers)
+    kept = [a for a in rows if len(a.response_ids) > 1]
     usable = [a for a in kept if len(a.prompt_ids) + len(a.response_ids) <= max_length]
-    manifest.skipped_long = len(kept) - len(usable)
+    manifest.skipped_empty, manifest.skipped_long = len(rows) - len(kept), len(kept) - len(usable)
     done = sum(int(row["answers"]) for row in manifest.shards)
     if not usable:
         raise ValueError(
-            f"No answer is left: {manifest.skipped_long} are longer than max_length={max_length}, the others have no token."
+            f"No answer is left: {manifest.skipped_long} exceed max_length={max_length}, the rest are empty."
         )
     for start in range(done, len(usable), shard_size):
         sequences = [compute(target, a, tap_layers, context) for a in usable[start : start + shard_size]]

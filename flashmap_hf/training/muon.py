@@ -1,4 +1,4 @@
-"""Muon in the weights' own precision: `torch.optim.Muon` orthogonalises in bfloat16, which CPUs without bf16 units emulate."""
+"""Muon in the weights' own precision: `torch.optim.Muon` orthogonalises in bfloat16, which some CPUs only emulate."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ def orthogonalise(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised per matrix; the update's scale follows the matrix's shape (root of rows / columns, at least 1)."""
+    """Momentum, orthogonalised per matrix; an update is scaled by the root of rows / columns, at least by 1."""
 
     def __init__(
         self,

@@ -1,26 +1,25 @@
-"""The trainer: blocks of on-policy answers, cross-entropy at the endpoint plus the velocity loss, Muon for the matrices."""
+"""The trainer: cross-entropy at the endpoint plus the velocity loss on on-policy blocks; Muon for the matrices."""
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file, save_file
 
 from flashmap_hf.flow import interpolate
 from flashmap_hf.modeling_flashmap import FlashMapDrafter, KeyValues
+from flashmap_hf.training import checkpoint
 from flashmap_hf.training.blocks import BlockBatch, draw_u, epoch_batches, make_batch
 from flashmap_hf.training.features import SequenceFeatures
 from flashmap_hf.training.losses import BlockLoss, block_loss
 from flashmap_hf.training.muon import Muon
 
-CHECKPOINT, MARKER = "state.safetensors", "state.json"
+COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds")
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ class Trainer:
 
     @torch.inference_mode()
     def evaluate(self) -> float:
-        """Simulated greedy tokens per target step of the averaged weights on the held-out greedy answers (0.0 if none)."""
+        """Simulated greedy tokens per target step of the averaged weights on held-out greedy answers (0.0 if none)."""
         greedy = [s for s in self.held_out if not bool((s.f_right > 0).any())]
         if not greedy:
             return 0.0
@@ -250,53 +249,31 @@ class Trainer:
                 steps, tokens, place = steps + 1, tokens + accepted + 1, place + accepted + 1
         self.drafter.load_state_dict(current, strict=False)
         result = tokens / steps
-        self.write_log(
-            {
-                "held_out_tokens_per_step": round(result, 4), "joint": [round(x, 4) for x in (reached / steps).tolist()],
-                "step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2),
-            }
-        )  # fmt: skip
+        row = {"held_out_tokens_per_step": round(result, 4), "joint": [round(x, 4) for x in (reached / steps).tolist()]}
+        self.write_log(row | {"step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)})
         return result
 
-    # checkpoints: write aside, rename, marker last
+    # state between runs
 
     def save_checkpoint(self) -> None:
+        """Write everything that `run` needs to go on as if it had not stopped."""
         tensors = {f"model.{n}": t for n, t in self.drafter.state_dict().items()}
         tensors |= {f"average.{n}": t for n, t in self.average.items()}
-        counts = {}
-        for label, optimiser in (("muon", self.muon), ("adam", self.adam)):
-            for index, state in optimiser.state_dict()["state"].items():
-                tensors |= {f"{label}.{index}.{key}": value for key, value in state.items()}
-            counts[label] = len(optimiser.state_dict()["state"])
-        counters = {n: getattr(self, n) for n in ("epoch", "batch_in_epoch", "step", "blocks", "seconds")}
-        name = f"{self.step}-{CHECKPOINT}"
-        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, self.folder / (name + ".tmp"))
-        os.replace(self.folder / (name + ".tmp"), self.folder / name)
-        aside = self.folder / (MARKER + ".tmp")
-        aside.write_text(json.dumps({"file": name, "config": asdict(self.config)} | counters))
-        os.replace(aside, self.folder / MARKER)
-        for old in self.folder.glob(f"*-{CHECKPOINT}"):
-            if old.name != name:
-                old.unlink()
+        tensors |= checkpoint.optimiser_tensors("muon", self.muon) | checkpoint.optimiser_tensors("adam", self.adam)
+        checkpoint.save(self.folder, self.step, tensors, {n: getattr(self, n) for n in COUNTERS})
 
     def load_checkpoint(self) -> bool:
         """Continue from the folder's last complete checkpoint; False when there is none."""
-        if not (self.folder / MARKER).is_file():
+        found = checkpoint.load(self.folder)
+        if found is None:
             return False
-        marker = json.loads((self.folder / MARKER).read_text())
-        tensors = load_file(self.folder / marker["file"])
+        tensors, counters = found
         self.drafter.load_state_dict({n[6:]: t for n, t in tensors.items() if n.startswith("model.")})
         self.average = {n[8:]: t for n, t in tensors.items() if n.startswith("average.")}
-        for label, optimiser in (("muon", self.muon), ("adam", self.adam)):
-            whole = optimiser.state_dict()
-            state: dict[int, dict[str, torch.Tensor]] = {}
-            for name, tensor in tensors.items():
-                if name.startswith(label + "."):
-                    _, index, key = name.split(".", 2)
-                    state.setdefault(int(index), {})[key] = tensor
-            optimiser.load_state_dict(whole | {"state": state})
-        for name in ("epoch", "batch_in_epoch", "step", "blocks", "seconds"):
-            setattr(self, name, marker[name])
+        checkpoint.restore_optimiser("muon", self.muon, tensors)
+        checkpoint.restore_optimiser("adam", self.adam, tensors)
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
         return True
 
     def averaged_drafter(self) -> FlashMapDrafter:

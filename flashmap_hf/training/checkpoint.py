@@ -1,0 +1,56 @@
+"""Checkpoints that a kill cannot spoil: written aside, renamed, the marker last; a half-written one is never seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+MARKER = "state.json"
+SUFFIX = "state.safetensors"
+
+
+def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
+    """Write the state of `step` and drop older ones once the marker points to it."""
+    name = f"{step}-{SUFFIX}"
+    aside = folder / (name + ".tmp")
+    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, aside)
+    aside.replace(folder / name)
+    marker = folder / (MARKER + ".tmp")
+    marker.write_text(json.dumps({"file": name} | counters))
+    marker.replace(folder / MARKER)
+    for old in folder.glob(f"*-{SUFFIX}"):
+        if old.name != name:
+            old.unlink()
+
+
+def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """Tensors and counters of the last complete checkpoint; None when there is none.
+
+    Raises:
+        OSError: the marker points to a file that is gone.
+    """
+    if not (folder / MARKER).is_file():
+        return None
+    marker: dict[str, Any] = json.loads((folder / MARKER).read_text())
+    path = folder / marker["file"]
+    if not path.is_file():
+        raise OSError(f"{folder / MARKER} points to {path.name}, which is gone: delete {MARKER} to start over.")
+    return load_file(path), marker
+
+
+def optimiser_tensors(label: str, optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimiser's state as flat tensors `label.index.name`."""
+    states = optimiser.state_dict()["state"]
+    return {f"{label}.{i}.{key}": value for i, state in states.items() for key, value in state.items()}
+
+
+def restore_optimiser(label: str, optimiser: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Undo `optimiser_tensors`."""
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(label + "."):
+            _, index, key = name.split(".", 2)
+            state.setdefault(int(index), {})[key] = tensor
+    optimiser.load_state_dict(optimiser.state_dict() | {"state": state})

@@ -1,0 +1,36 @@
+"""Reading answers: plain and compressed, bad rows named by file and line."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmap_hf.training.answers import Answer, read_answers
+
+ROW = {"id": 7, "temperature": 0, "prompt_ids": [1, 2], "response_ids": [3]}
+
+
+def test_plain_and_gzip(tmp_path: Path) -> None:
+    text = json.dumps(ROW) + "\n\n" + json.dumps(ROW | {"id": "b", "temperature": 0.7})
+    (tmp_path / "a.jsonl").write_text(text)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as out:
+        out.write(text)
+    expected = [Answer("7", 0.0, [1, 2], [3]), Answer("b", 0.7, [1, 2], [3])]
+    assert list(read_answers(tmp_path / "a.jsonl")) == list(read_answers(tmp_path / "a.jsonl.gz")) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"id": 1}', json.dumps(ROW | {"prompt_ids": "hello"}), json.dumps(ROW | {"response_ids": [1.5]})],
+)  # fmt: skip
+def test_bad_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2"):
+        list(read_answers(path))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nothing"):
+        list(read_answers(tmp_path / "nothing.jsonl"))

@@ -1,0 +1,50 @@
+"""A kill at any point leaves the last complete state."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmap_hf.training import checkpoint
+
+
+def test_latest_complete_state_is_read(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path) is None
+    checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {"step": 1})
+    checkpoint.save(tmp_path, 2, {"a": torch.zeros(2)}, {"step": 2})
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    # killed after the rename, before the marker: the new file is not the state yet
+    (tmp_path / "3-state.safetensors").write_bytes(b"anything")
+    (tmp_path / "4-state.safetensors.tmp").write_bytes(b"half")
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    tensors, marker = found
+    assert marker["step"] == 2 and not tensors["a"].any()
+
+
+def test_a_lost_file_is_named(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {})
+    (tmp_path / "1-state.safetensors").unlink()
+    with pytest.raises(OSError, match="1-state"):
+        checkpoint.load(tmp_path)
+
+
+def test_optimiser_state_round_trip() -> None:
+    def build() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 2)
+        return layer, torch.optim.AdamW(layer.parameters(), lr=0.1)
+
+    def step(layer: torch.nn.Linear, optimiser: torch.optim.AdamW) -> None:
+        layer(torch.ones(1, 3)).square().sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    layer, optimiser = build()
+    step(layer, optimiser)
+    other, restored = build()
+    other.load_state_dict(layer.state_dict())
+    checkpoint.restore_optimiser("adam", restored, checkpoint.optimiser_tensors("adam", optimiser))
+    step(layer, optimiser)
+    step(other, restored)
+    assert torch.equal(layer.weight, other.weight) and torch.equal(layer.bias, other.bias)

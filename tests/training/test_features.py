@@ -1,0 +1,82 @@
+"""Features are the target's own states; shards resume, and damage is found."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from flashmap_hf.conditioning import tap
+from flashmap_hf.training.answers import Answer
+from flashmap_hf.training.features import Manifest, compute, make_features, read_shard
+from flashmap_hf.verification import quantile_token
+
+TAPS = [2, 4]
+
+
+def test_features_are_the_states_that_generation_sees(target: LlamaForCausalLM, answers: list[Answer]) -> None:
+    answer = answers[0]
+    features = compute(target, answer, TAPS, context=2)
+    ids = torch.tensor([answer.prompt_ids + answer.response_ids])
+    whole = tap(target(ids, output_hidden_states=True).hidden_states, TAPS)[0, len(answer.prompt_ids) - 2 :]
+    assert features.first == 2
+    assert torch.equal(features.taps, whole.to(torch.bfloat16))
+    assert features.tokens.tolist() == ids[0, len(answer.prompt_ids) - 2 :].tolist()
+    assert not features.f_right.any()
+
+
+def test_noise_in_the_interval_makes_the_target_choose_the_token(
+    target: LlamaForCausalLM, answers: list[Answer]
+) -> None:
+    answer = answers[1]
+    features = compute(target, answer, TAPS, context=2)
+    ids = torch.tensor([answer.prompt_ids + answer.response_ids])
+    logits = target(ids).logits[0, len(answer.prompt_ids) - 1 : -1].float()
+    assert bool((features.f_left < features.f_right).all())
+    middle = (features.f_left + features.f_right) / 2
+    assert quantile_token(logits, middle).tolist() == answer.response_ids
+
+
+def test_shards_resume_after_what_is_there(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
+    make_features(target, answers[:4], tmp_path, TAPS, shard_size=2)
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.safetensors")}
+    manifest = make_features(target, answers, tmp_path, TAPS, shard_size=2)
+    assert [row["answers"] for row in manifest.shards] == [2, 2, 2, 2]
+    assert all((tmp_path / name).stat().st_mtime_ns == time for name, time in before.items())
+    read = [s for row in Manifest.read(tmp_path).shards for s in read_shard(tmp_path, row)]
+    assert len(read) == len(answers)
+    for got, answer in zip(read, answers, strict=True):
+        expected = compute(target, answer, TAPS, context=32)
+        assert got.first == expected.first
+        for name in ("taps", "tokens", "f_left", "f_right"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_damage_is_found(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
+    row = make_features(target, answers[:2], tmp_path, TAPS).shards[0]
+    path = tmp_path / str(row["file"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(OSError, match="checksum"):
+        read_shard(tmp_path, row)
+    path.write_bytes(whole[:-10])
+    with pytest.raises(OSError, match="truncated"):
+        read_shard(tmp_path, row)
+    with pytest.raises(OSError, match="manifest"):
+        Manifest.read(tmp_path / "elsewhere")
+
+
+def test_other_features_in_the_folder_are_refused(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path
+) -> None:
+    make_features(target, answers[:2], tmp_path, TAPS)
+    with pytest.raises(ValueError, match="tap_layers"):
+        make_features(target, answers[:2], tmp_path, [1, 4])
+
+
+def test_empty_and_long_answers_are_counted(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
+    empty = Answer("e", 0.0, [1, 2], [])
+    manifest = make_features(target, [empty, answers[7], answers[0]], tmp_path / "a", TAPS, max_length=20)
+    assert manifest.skipped_long == 1 and manifest.skipped_empty == 1 and manifest.shards[0]["answers"] == 1
+    with pytest.raises(ValueError, match="No answer is left"):
+        make_features(target, [empty], tmp_path / "b", TAPS)
