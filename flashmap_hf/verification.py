@@ -59,8 +59,7 @@ def draw(weights: Tensor, u: Tensor) -> Tensor:  # [..., V], [...] -> [...]
     """
     weights = weights.float()
     edges = (weights / weights.amax(-1, keepdim=True)).mul_(_UNIT).long().cumsum(-1)
-    total = edges[..., -1]
-    level = (u.double() * total.double()).long().minimum(total - 1)  # the product may round up to the total
+    level = (u.double() * edges[..., -1].double()).long()  # below the total, since u <= 1 - 2^-53
     return torch.searchsorted(edges, level[..., None], right=True).squeeze(-1)
 
 
@@ -107,7 +106,7 @@ def quantile_interval(logits: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  
     own = logits.gather(-1, token)
     ids = torch.arange(logits.shape[-1], device=logits.device)
     before = (logits > own) | ((logits == own) & (ids < token))
-    left = (mass * before).sum(-1, keepdim=True)
+    left = torch.where(before, mass, 0).sum(-1, keepdim=True)
     right = left + mass.gather(-1, token)
     return _share(left, mass).squeeze(-1), _share(right, mass).squeeze(-1)
 

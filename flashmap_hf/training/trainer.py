@@ -97,7 +97,7 @@ class Trainer:
         self.to_draft = torch.full((unembedding.shape[0],), -100)
         self.to_draft[ids] = torch.arange(len(ids))
         named = [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
-        matrices = [p for n, p in named if p.ndim == 2 and min(p.shape) >= 64]
+        matrices = [p for _, p in named if p.ndim == 2 and min(p.shape) >= 16]  # embeddings of slots and scalars are not
         chosen = {id(p) for p in matrices}
         self.muon = Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, ns_steps=config.ns_steps)
         self.adam = torch.optim.AdamW(

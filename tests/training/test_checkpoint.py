@@ -44,7 +44,8 @@ def test_optimiser_state_round_trip() -> None:
     step(layer, optimiser)
     other, restored = build()
     other.load_state_dict(layer.state_dict())
-    checkpoint.restore_optimiser("adam", restored, checkpoint.optimiser_tensors("adam", optimiser))
+    saved = {name: tensor.clone() for name, tensor in checkpoint.optimiser_tensors("adam", optimiser).items()}
+    checkpoint.restore_optimiser("adam", restored, saved)
     step(layer, optimiser)
     step(other, restored)
     assert torch.equal(layer.weight, other.weight) and torch.equal(layer.bias, other.bias)
