@@ -91,13 +91,11 @@ class Trainer:
         self.drafter, self.config, self.folder = drafter, config, folder
         self.sequences, self.held_out = sequences, held_out
         self.embeddings = embeddings
-        ids = drafter.head.ids
-        self.rows = unembedding[ids].contiguous()
+        self.unembedding = unembedding
         self.representations = unembedding * unembedding.square().mean(-1, keepdim=True).rsqrt()  # x_1 of each token
-        self.to_draft = torch.full((unembedding.shape[0],), -100)
-        self.to_draft[ids] = torch.arange(len(ids))
+        self.read_draft_vocabulary()
         named = [(n, p) for n, p in drafter.named_parameters() if p.requires_grad]
-        matrices = [p for _, p in named if p.ndim == 2 and min(p.shape) >= 16]  # embeddings of slots and scalars are not
+        matrices = [p for _, p in named if p.ndim == 2 and min(p.shape) >= 16]  # the rest: AdamW
         chosen = {id(p) for p in matrices}
         self.muon = Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, ns_steps=config.ns_steps)
         self.adam = torch.optim.AdamW(
@@ -106,6 +104,13 @@ class Trainer:
         self.average = {n: p.detach().clone() for n, p in named}
         self.epoch = self.batch_in_epoch = self.step = self.blocks = 0
         self.seconds = 0.0
+
+    def read_draft_vocabulary(self) -> None:
+        """Rows of the readout and the place of each token in it, from the ids that the drafter holds now."""
+        ids = self.drafter.head.ids
+        self.rows = self.unembedding[ids].contiguous()
+        self.to_draft = torch.full((self.unembedding.shape[0],), -100)
+        self.to_draft[ids] = torch.arange(len(ids))
 
     # one step
 
@@ -269,6 +274,7 @@ class Trainer:
             return False
         tensors, counters = found
         self.drafter.load_state_dict({n[6:]: t for n, t in tensors.items() if n.startswith("model.")})
+        self.read_draft_vocabulary()  # a checkpoint may hold other ids than the drafter was built with
         self.average = {n[8:]: t for n, t in tensors.items() if n.startswith("average.")}
         checkpoint.restore_optimiser("muon", self.muon, tensors)
         checkpoint.restore_optimiser("adam", self.adam, tensors)

@@ -27,7 +27,9 @@ def folders(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> 
 
 
 def test_features_then_train(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["features", "--answers", folders["answers.jsonl"], "--target", folders["target"], "--out", folders["features"]])
+    main(
+        ["features", "--answers", folders["answers.jsonl"], "--target", folders["target"], "--out", folders["features"]]
+    )
     assert "320 answers" in capsys.readouterr().out
     main(
         ["train", "--features", folders["features"], "--target", folders["target"], "--out", folders["run"],

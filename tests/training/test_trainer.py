@@ -145,3 +145,17 @@ def test_nothing_to_train_on(target: LlamaForCausalLM, tmp_path: Path) -> None:
             build(target), target.get_input_embeddings().weight, target.get_output_embeddings().weight, [], [],
             TrainConfig(), tmp_path,
         )  # fmt: skip
+
+
+def test_a_checkpoint_brings_its_own_draft_vocabulary(
+    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
+) -> None:
+    """More answers at resume would choose other ids: labels and rows must follow the ids that were trained."""
+    first = build(target, draft_vocab_size=10)
+    first.head.draft_vocab_ids.copy_(torch.arange(10) + 5)
+    trainer_for(target, first, sequences, tmp_path).save_checkpoint()
+    second = build(target, draft_vocab_size=10)
+    trainer = trainer_for(target, second, sequences, tmp_path)
+    assert trainer.load_checkpoint()
+    assert torch.equal(trainer.rows, target.get_output_embeddings().weight[5:15])
+    assert trainer.to_draft[5:15].tolist() == list(range(10)) and trainer.to_draft[0] == -100

@@ -1,0 +1,1 @@
+"""Measuring: what a target forward costs at each number of tokens, acceptance, and comparisons."""
