@@ -17,10 +17,12 @@ from transformers.generation import (
 )
 from transformers.utils import ModelOutput
 
+from flashmap_hf.compatibility import is_pure
 from flashmap_hf.conditioning import ContextWindow, tap
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.skinny_linear import skinny_linear
 from flashmap_hf.verification import draw
 
 # They keep the most likely token where it is: the argmax of a draft is the same with and without them.
@@ -48,7 +50,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
     Args:
         drafter, target: the two models; neither is changed.
         generation_config: of the call, prepared by `generate` (do_sample and max_length are read).
-        logits_processor: the call's processors; each draft is processed on its own prefix.
+        logits_processor: the call's processors; each draft is processed on its own prefix by those that are pure.
         options: the call's drafting options.
     """
 
@@ -63,14 +65,15 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         options: DraftOptions,
     ):
         self.drafter, self.target, self.options = drafter, target, options
-        self.logits_processor = logits_processor
         self.max_length = generation_config.max_length
         self.tap_layers: list[int] = list(drafter.config.tap_layers or [])
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.tap_layers}
         self.vocab_size = drafter.config.vocab_size
         self.rule = self._rule(bool(generation_config.do_sample))
+        # others must not see a prefix that plain decoding may never reach
+        self.pure_processors = LogitsProcessorList([p for p in logits_processor if is_pure(p)])
         # processors that cannot change an argmax are left out where only the argmax is read
-        self.argmax_processors = [p for p in logits_processor if not isinstance(p, ARGMAX_INVARIANT)]
+        self.argmax_processors = [p for p in self.pure_processors if not isinstance(p, ARGMAX_INVARIANT)]
         self.context = ContextWindow(drafter.config.window)
         self.working = True  # False after non-finite draft logits
         self.rows = self._readout_rows()
@@ -105,7 +108,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
     # target outputs -> context
 
     def observe(self, hidden_states: Any, start: int, count: int) -> None:
-        """Take the tapped states of `count` newly committed positions, from index `start` of the last target forward."""
+        """Take the tapped states of `count` newly committed positions, from index `start` of the target's forward."""
         taps = tap([h if h is None else h[:, start : start + count] for h in hidden_states], self.tap_layers)
         self.context.append(taps.to(self.drafter.device))
 
@@ -127,7 +130,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         if not bool(logits.isfinite().all()):
             self.working = False
             warnings.warn(
-                "The drafter's logits are not finite: this call goes on without it (check the drafter's dtype and weights).",
+                "The drafter's logits are not finite: this call goes on without it (check its dtype and weights).",
                 stacklevel=2,
             )
             return Draft(input_ids.new_empty(0))
@@ -146,16 +149,20 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             u = torch.zeros(config.block_size)
         elif self.rule != "shared_noise":
             u = None  # the laws p and q of these rules do not know the noise
-        anchor_embeds = self.target.get_input_embeddings()(anchor.to(self.target.device)).to(device)
+        embeddings = self.target.get_input_embeddings()
+        if (place := embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves
+            anchor = anchor.to(place)
+        anchor_embeds = embeddings(anchor).to(device)
         assert self.context.taps is not None
-        output = self.drafter(
-            self.context.taps,
-            anchor_embeds,
-            rows=self.rows,
-            u=None if u is None else u[None].to(device=device, dtype=torch.float32),
-            noise=noise,
-            num_steps=self.options.num_steps,
-        )
+        with skinny_linear(self.drafter):
+            output = self.drafter(
+                self.context.taps,
+                anchor_embeds,
+                rows=self.rows,
+                u=None if u is None else u[None].to(device=device, dtype=torch.float32),
+                noise=noise,
+                num_steps=self.options.num_steps,
+            )
         return output.logits
 
     def _gaussian(self, slots: int) -> torch.Tensor:
@@ -170,7 +177,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
     def _processed(self, input_ids: torch.Tensor, logits: torch.Tensor) -> Draft:
         """Process each position on its own drafted prefix, then draw from it (rejection) or take its argmax."""
         sampled = self.rule == "rejection"
-        processors = self.logits_processor if sampled else LogitsProcessorList(self.argmax_processors)
+        processors = self.pure_processors if sampled else LogitsProcessorList(self.argmax_processors)
         ids = self.drafter.head.ids
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []

@@ -1,15 +1,22 @@
-"""Does this drafter fit this target and this call? Asked before the first forward; one clear sentence where it does not."""
+"""Does this drafter fit this target and this call? Asked before the first forward; one clear sentence if not."""
 
 from typing import Any
 
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import (
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
 
-# They keep state between calls (a cache of their own), so they cannot be asked about drafted prefixes.
-STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor,)
+# It runs the target once more per token, over a cache of its own: a drafted block would save nothing.
+GUIDANCE = UnbatchedClassifierFreeGuidanceLogitsProcessor
+# The processors of transformers are functions of their arguments, but for these (a user's function, or state).
+NOT_PURE = (GUIDANCE, PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
 
 def check_target(
@@ -23,6 +30,11 @@ def check_target(
     if target.config.is_encoder_decoder:
         raise ValueError(
             f"{type(target).__name__} is an encoder-decoder; a FlashMap drafter needs a decoder-only target."
+        )
+    if target._is_stateful:
+        raise ValueError(
+            f"{type(target).__name__} has a recurrent state, which cannot be rolled back to the accepted tokens: "
+            "generate without assistant_model."
         )
     text = target.config.get_text_config()
     facts = [
@@ -45,19 +57,24 @@ def chat_template_differs(config: FlashMapConfig, tokenizer: PreTrainedTokenizer
     return config.chat_template_hash is not None and chat_template_hash(tokenizer) != config.chat_template_hash
 
 
-def check_call(config: GenerationConfig, target: PreTrainedModel) -> None:
+def check_call(config: GenerationConfig, custom_generate: Any = None) -> None:
     """Refuse options of `generate` that block drafting does not support.
 
     Raises:
         ValueError: names the option and the way out.
     """
+    if callable(custom_generate):
+        raise ValueError(
+            "custom_generate is a decoding loop of its own and would not use the drafter: drop it or assistant_model."
+        )
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"num_beams={config.num_beams} cannot be combined with a drafter: drop num_beams or assistant_model."
         )
     if (config.num_return_sequences or 1) > 1:
         raise ValueError(
-            f"num_return_sequences={config.num_return_sequences} cannot be combined with a drafter: call generate once per sequence."
+            f"num_return_sequences={config.num_return_sequences} cannot be combined with a drafter: "
+            "call generate once per sequence."
         )
     if config.use_cache is False:
         raise ValueError(
@@ -70,13 +87,15 @@ def check_call(config: GenerationConfig, target: PreTrainedModel) -> None:
         "force_words_ids",
         "prompt_lookup_num_tokens",
         "assistant_early_exit",
+        "use_mtp",
+        "speculation_type",
     ):
-        if getattr(config, name, None) is not None:
+        if getattr(config, name, None) not in (None, False):
             raise ValueError(f"{name} selects another decoding method: drop {name} or assistant_model.")
-    if target.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder; a FlashMap drafter needs a decoder-only target."
-        )
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError("assistant_ensemble_weight trades the target's law for speed; a drafter keeps it: drop it.")
+    if config.cache_implementation == "paged":
+        raise ValueError("cache_implementation='paged' decodes many prompts at once: drop it or assistant_model.")
 
 
 def check_inputs(batch_size: int, length: int, synced_gpus: bool, model_kwargs: dict[str, Any]) -> None:
@@ -89,8 +108,8 @@ def check_inputs(batch_size: int, length: int, synced_gpus: bool, model_kwargs: 
         raise ValueError(
             f"input_ids has batch size {batch_size}: a drafter speeds up one sequence at a time; call generate per row."
         )
-    if length == 0:
-        raise ValueError("inputs_embeds without input_ids cannot be combined with a drafter: pass input_ids.")
+    if length == 0 or model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds cannot be combined with a drafter: pass input_ids alone.")
     if synced_gpus:
         raise ValueError(
             "synced_gpus=True cannot be combined with a drafter: ranks would accept different numbers of tokens."
@@ -107,6 +126,15 @@ def check_inputs(batch_size: int, length: int, synced_gpus: bool, model_kwargs: 
         )
 
 
-def has_stateful_processor(processors: LogitsProcessorList) -> bool:
-    """Whether a processor keeps state between calls; then only plain decoding is right."""
-    return any(isinstance(p, STATEFUL_PROCESSORS) for p in processors)
+def has_guidance(processors: LogitsProcessorList) -> bool:
+    """Whether `guidance_scale` is at work; then plain decoding is the better choice."""
+    return any(isinstance(p, GUIDANCE) for p in processors)
+
+
+def is_pure(processor: LogitsProcessor) -> bool:
+    """Whether a processor is a function of (input_ids, scores), so that any prefix may be asked about, in any order.
+
+    A user's own object is not known to be one: it may keep state (a grammar does) or fail on prefixes that plain
+    decoding never shows it.
+    """
+    return type(processor).__module__ == LogitsProcessor.__module__ and not isinstance(processor, NOT_PURE)

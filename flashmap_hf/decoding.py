@@ -1,7 +1,7 @@
-"""The decoding loop: draft a block, verify it in one target forward, commit token by token, stop where plain decoding stops."""
+"""The decoding loop: draft a block, verify it in one target forward, commit token by token, stop where plain would."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,17 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
+from flashmap_hf.compatibility import is_pure
+from flashmap_hf.skinny_linear import skinny_linear
 from flashmap_hf.statistics import Recorder
-from flashmap_hf.verification import Verdict, verify_greedy, verify_one_hot, verify_rejection, verify_shared_noise
+from flashmap_hf.verification import (
+    Verdict,
+    verify_children,
+    verify_greedy,
+    verify_one_hot,
+    verify_rejection,
+    verify_shared_noise,
+)
 
 
 @dataclass
@@ -32,12 +41,12 @@ class Collected:
     hidden_states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
 
     def add(self, outputs: ModelOutput, row: int, scores: torch.Tensor, logits: torch.Tensor, prefill: bool) -> None:
-        """Token `row` of a forward; the prefill's states are kept whole. scores, logits: `[k + 1, V]`."""
+        """Token `row` of a forward; the prefill's states are kept whole. scores: `[1, V]`, logits: `[k + 1, V]`."""
         config = self.config
         if not config.return_dict_in_generate:
             return
         if config.output_scores:
-            self.scores.append(scores[row : row + 1])
+            self.scores.append(scores)
         if config.output_logits:
             self.logits.append(logits[row : row + 1])
         if config.output_hidden_states:
@@ -45,9 +54,15 @@ class Collected:
             self.hidden_states.append(tuple(states) if prefill else tuple(h[:, row : row + 1] for h in states))
         if config.output_attentions:
             kept = [a for a in outputs.attentions if a is not None]
-            rest = scores.shape[0] - 1 - row  # keys of later drafted tokens are not there in plain decoding
+            rest = logits.shape[0] - 1 - row  # keys of later drafted tokens are not there in plain decoding
             rows = [a if prefill else a[:, :, row : row + 1, : a.shape[-1] - rest] for a in kept]
             self.attentions.append(tuple(rows))
+
+    @property
+    def seen_scores(self) -> tuple[torch.Tensor, ...] | None:
+        """What a stopping criterion gets as `scores`."""
+        config = self.config
+        return tuple(self.scores) if config.return_dict_in_generate and config.output_scores else None
 
     def result(self, sequences: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
         config = self.config
@@ -61,6 +76,18 @@ class Collected:
         )
 
 
+class SharedNoise:
+    """One uniform number per new position, drawn once: a draft that was refused has already seen the later ones."""
+
+    def __init__(self) -> None:
+        self.u = torch.empty(0, dtype=torch.float64)
+
+    def at(self, start: int, count: int) -> torch.Tensor:  # -> [count] in [0, 1)
+        missing = max(start + count - len(self.u), 0)
+        self.u = torch.cat([self.u, torch.rand(missing, dtype=torch.float64)])
+        return self.u[start : start + count]
+
+
 def verify(rule: str, draft: Draft, scores: torch.Tensor, u: torch.Tensor | None) -> Verdict:
     """Apply the accept rule of the call. scores: `[k + 1, V]` float32, processed; u: `[k + 1]` under shared noise."""
     if rule == "greedy":
@@ -71,6 +98,42 @@ def verify(rule: str, draft: Draft, scores: torch.Tensor, u: torch.Tensor | None
     if draft.probs is not None:
         return verify_rejection(draft.tokens, draft.probs, scores)
     return verify_one_hot(draft.tokens, scores)
+
+
+def emit(
+    rule: str,
+    draft: Draft,
+    raw: torch.Tensor,  # [k + 1, V] float32
+    processors: LogitsProcessorList,
+    input_ids: torch.Tensor,  # [1, T]
+    u: torch.Tensor | None,  # [k + 1]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """What one target forward yields, one by one: token `[1]`, its processed scores `[1, V]`, whether it was drafted.
+
+    Processors that are not known to be pure get what plain decoding gives them: every prefix once, in order, and none
+    behind the token at which the caller stops. So a position is decided before the next one is processed.
+    """
+    if all(is_pure(p) for p in processors):
+        scores = process(processors, input_ids, draft.tokens, raw)
+        verdict = verify(rule, draft, scores, u)
+        accepted = int(verdict.num_accepted)
+        for i in range(accepted):
+            yield draft.tokens[i : i + 1], scores[i : i + 1], True
+        yield verdict.token.view(1), scores[accepted : accepted + 1], False
+        return
+    nothing = Draft(draft.tokens[:0])
+    drafted = True
+    for i, row in enumerate(raw.split(1)):
+        if not drafted:
+            return
+        proposed = draft.tokens[i : i + 1]
+        scores = processors(torch.cat([input_ids, draft.tokens[None, :i]], dim=1), row.clone())
+        if draft.probs is not None and len(proposed):
+            token = verify_children(proposed, draft.probs[i : i + 1], scores[0]).token.view(1)
+        else:  # the target's own token, which is the drafted one or not
+            token = verify(rule, nothing, scores, None if u is None else u[i : i + 1]).token.view(1)
+        drafted = len(proposed) > 0 and bool(token == proposed)
+        yield token, scores, drafted
 
 
 def target_step(
@@ -105,7 +168,7 @@ def generate_with_drafter(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Decode one sequence. The emitted law is the target's own; greedy output equals plain greedy output in exact arithmetic.
+    """Decode one sequence. The law is the target's own; greedy output equals plain greedy output in exact arithmetic.
 
     Returns:
         `[1, T + n]` ids, or a `GenerateDecoderOnlyOutput` as `return_dict_in_generate` asks.
@@ -118,11 +181,7 @@ def generate_with_drafter(
     collected = Collected(generation_config)
     if not generation_config.output_hidden_states:
         model_kwargs = model_kwargs | candidates.model_kwargs_overrides
-    u = None
-    if candidates.rule == "shared_noise":
-        # one number per absolute position, drawn once: a draft that was refused has already seen the later ones
-        positions = generation_config.max_length - input_ids.shape[1] + candidates.drafter.config.block_size + 1
-        u = torch.rand(positions, dtype=torch.float64)
+    noise = SharedNoise() if candidates.rule == "shared_noise" else None
     prompt_length = input_ids.shape[1]
     draft = Draft(input_ids.new_empty(0))
     with recorder.timed("seconds_target"), recorder.timed("seconds_prefill"):
@@ -130,7 +189,8 @@ def generate_with_drafter(
     cache = outputs.cache
     if not cache.is_croppable:
         raise ValueError(
-            f"The cache of {type(target).__name__} cannot be rolled back (a recurrent state): generate without assistant_model."
+            f"The cache of {type(target).__name__} cannot be rolled back (a recurrent state): "
+            "generate without assistant_model."
         )
     # only now: recording during the prefill would keep what a sliding window is there to drop
     cache.activate_past_recording()
@@ -147,27 +207,22 @@ def generate_with_drafter(
         size = len(draft.tokens)
         prefill = input_ids.shape[1] == prompt_length
         raw = outputs.logits[:, -size - 1 :].to(dtype=torch.float32, device=input_ids.device, copy=True)[0]
-        scores = process(logits_processor, input_ids, draft.tokens, raw)
-        place = input_ids.shape[1] - prompt_length
-        noise = None if u is None else u[place : place + size + 1].to(scores.device)
-        verdict = verify(candidates.rule, draft, scores, noise)
-        accepted = int(verdict.num_accepted)
-        tokens = torch.cat([draft.tokens[:accepted], verdict.token.view(1).to(input_ids.device)])
-        committed = 0
-        for token in tokens:  # the criteria see every prefix once, in order, as in plain decoding
-            input_ids = torch.cat([input_ids, token.view(1, 1)], dim=1)
-            collected.add(outputs, committed, scores, raw, prefill)
-            committed += 1
-            if bool(
-                stopping_criteria(input_ids, tuple(collected.scores) if generation_config.output_scores else None).all()
-            ):
+        before, accepted = input_ids.shape[1], 0
+        u = None if noise is None else noise.at(before - prompt_length, size + 1).to(raw.device)
+        for token, scores, drafted in emit(candidates.rule, draft, raw, logits_processor, input_ids, u):
+            collected.add(outputs, input_ids.shape[1] - before, scores, raw, prefill)
+            input_ids = torch.cat([input_ids, token.to(input_ids.device)[None]], dim=1)
+            accepted += drafted
+            # the criteria see every prefix once, in order, as in plain decoding
+            if bool(stopping_criteria(input_ids, collected.seen_scores).all()):
                 finished = True
                 break
+        committed = input_ids.shape[1] - before
         recorder.add(committed=committed, target_steps=1)
         if size:
-            recorder.add_block(size, min(accepted, committed))
+            recorder.add_block(size, accepted)
         if streamer is not None:
-            streamer.put(tokens[:committed].cpu())
+            streamer.put(input_ids[0, before:].cpu())
         # the cache holds every committed token but the newest
         cache.crop(-(size + 1 - committed))
         model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
@@ -177,14 +232,13 @@ def generate_with_drafter(
             candidates.observe(outputs.hidden_states, 0, committed)
         del outputs
         with recorder.timed("seconds_drafter"):
-            upcoming = None
-            if u is not None:
-                start = input_ids.shape[1] - prompt_length
-                upcoming = u[start : start + candidates.drafter.config.block_size]
-            draft = candidates.draft(input_ids, upcoming)
+            place = input_ids.shape[1] - prompt_length
+            u = None if noise is None else noise.at(place, candidates.drafter.config.block_size)
+            draft = candidates.draft(input_ids, u)
         recorder.add(blocks=int(len(draft.tokens) > 0))
-        with recorder.timed("seconds_target"), target._optimize_model_for_decode():
+        with recorder.timed("seconds_target"), target._optimize_model_for_decode(), skinny_linear(target):
             outputs = target_step(target, forward, input_ids, draft.tokens, model_kwargs)
+    recorder.add(plain_calls=int(not candidates.working))
     if streamer is not None:
         streamer.end()
     if generation_config.return_dict_in_generate:
@@ -195,7 +249,7 @@ def generate_with_drafter(
 def process(
     processors: LogitsProcessorList, input_ids: torch.Tensor, draft_tokens: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
-    """Processed scores `[k + 1, V]`: row i on the prefix that ends with the i-th drafted token. logits are not changed."""
+    """Processed scores `[k + 1, V]`: row i on the prefix that ends with drafted token i. logits stay as they are."""
     if not processors:
         return logits
     candidates = torch.cat([input_ids, draft_tokens[None]], dim=1)

@@ -24,8 +24,9 @@ def quantile_prior(u: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
     Returns:
         `z_0`: `[B, K, D]`.
     """
-    z = torch.special.ndtri(u.clamp(U_EPS, 1 - U_EPS).to(direction.dtype))
-    return z.unsqueeze(-1) * direction
+    precise = torch.promote_types(direction.dtype, torch.float32)  # 1 - U_EPS is 1 in bfloat16
+    z = torch.special.ndtri(u.clamp(U_EPS, 1 - U_EPS).to(precise))
+    return z.to(direction.dtype).unsqueeze(-1) * direction
 
 
 def interpolate(z_0: torch.Tensor, x_1: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

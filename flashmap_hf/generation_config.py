@@ -62,21 +62,18 @@ class DraftOptions:
             ValueError: a value is out of range; names the option.
         """
 
-        def first(name: str, default: Any) -> Any:
+        def first(name: str, default: Any, unset: Any = None) -> Any:
             sources = [kwargs.get(name), *(getattr(c, name, None) for c in (call, target, drafter) if c is not None)]
-            return next((value for value in sources if value is not None), default)
+            return next((value for value in sources if value is not None and value != unset), default)
 
         tokens = first("num_assistant_tokens", block_size)
         threshold = first("assistant_confidence_threshold", 0.0)
         if not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"num_assistant_tokens={tokens!r}: must be a positive integer.")
-        if not 0.0 <= threshold <= 1.0:
+        if not isinstance(threshold, int | float) or not 0.0 <= threshold <= 1.0:
             raise ValueError(f"assistant_confidence_threshold={threshold!r}: must lie between 0 and 1.")
         checked = FlashMapGenerationConfig(
-            verification=next(
-                (c.verification for c in (call, target, drafter) if getattr(c, "verification", "auto") != "auto"),
-                "auto",
-            ),
+            verification=first("verification", "auto", unset="auto"),
             num_steps=first("num_steps", num_steps),
         )
         assert checked.num_steps is not None

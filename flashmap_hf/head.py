@@ -28,7 +28,8 @@ def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidd
         columns = [  # 64 unit vectors at a time: the full product would be D x V at once
             output_embeddings(block)[:, rows] for block in torch.eye(hidden_size, dtype=dtype, device=device).split(64)
         ]
-        return torch.cat(columns).t().contiguous()
+        bias = output_embeddings(torch.zeros(1, hidden_size, dtype=dtype, device=device))[:, rows]
+        return (torch.cat(columns) - bias).t().contiguous()
 
 
 class DraftHead(nn.Module):

@@ -1,4 +1,4 @@
-"""The one place that touches `GenerationMixin`: after it, `generate(..., assistant_model=drafter)` drafts with FlashMap.
+"""The one place that touches `GenerationMixin`: from then on `generate(..., assistant_model=drafter)` uses FlashMap.
 
 Three methods are wrapped. For any other `assistant_model` each calls the original with the same arguments.
 """
@@ -9,6 +9,7 @@ import warnings
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
@@ -32,8 +33,8 @@ def as_drafter(assistant_model: Any) -> FlashMapDrafter | None:
 
 
 def install() -> None:
-    """Wrap `GenerationMixin`; a second call changes nothing."""
-    if hasattr(GenerationMixin.generate, "_flashmap"):
+    """Wrap `GenerationMixin`; a second call changes nothing, a second copy of the package adds its own class."""
+    if getattr(GenerationMixin.generate, "_flashmap", None) is FlashMapDrafter:
         return
     GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)
     GenerationMixin._assisted_decoding = _wrap_assisted_decoding(GenerationMixin._assisted_decoding)
@@ -62,14 +63,14 @@ def _wrap_generate(original: Any) -> Any:
             drafter.config.num_steps,
         )
         merged, _ = self._prepare_generation_config(call, **keywords)
-        compatibility.check_call(merged, self)
+        compatibility.check_call(merged, bound.arguments.get("custom_generate"))
         token = _options.set(options)
         try:
             return original(*bound.args, **bound.kwargs)
         finally:
             _options.reset(token)
 
-    generate._flashmap = True  # type: ignore[attr-defined]
+    generate._flashmap = FlashMapDrafter  # type: ignore[attr-defined]
     return generate
 
 
@@ -90,18 +91,20 @@ def _wrap_assisted_decoding(original: Any) -> Any:
         for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
         compatibility.check_inputs(*input_ids.shape[:2], synced_gpus, kwargs)
-        if compatibility.has_stateful_processor(logits_processor):
-            warnings.warn("guidance_scale keeps state between steps: decoding without the drafter.", stacklevel=3)
-            Recorder(self.device).add(calls=1, plain_calls=1)
-            return self._sample(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **kwargs,
+        obstacle = None
+        if compatibility.has_guidance(logits_processor):
+            obstacle = "guidance_scale runs the target twice per token"
+        elif drafter.device.type == "meta":
+            obstacle = "The drafter's weights are on the meta device (not loaded, or offloaded)"
+        if obstacle is not None:
+            warnings.warn(f"{obstacle}: decoding without the drafter.", stacklevel=3)
+            result = self._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **kwargs
             )
+            tokens = result if isinstance(result, torch.Tensor) else result.sequences
+            steps = tokens.shape[1] - input_ids.shape[1]
+            Recorder(self.device).add(calls=1, plain_calls=1, committed=steps, target_steps=steps)
+            return result
         candidates = _candidates(drafter, self, generation_config, logits_processor)
         return generate_with_drafter(
             self, input_ids, candidates, logits_processor, stopping_criteria, generation_config, streamer, kwargs

@@ -1,133 +1,25 @@
 """FlashMapDrafter: composes context, flow and head into a `PreTrainedModel` that proposes K tokens in one pass."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
+from flashmap_hf import loading
 from flashmap_hf.conditioning import ContextEncoder, default_tap_layers
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
-from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.flow import euler, midpoint, quantile_prior
+from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.head import DraftHead, unembedding_rows
+from flashmap_hf.velocity import NoiseEmbedding, SlotLayer
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [B, Hkv, W, head_dim]
-
-# Features of u in [0, 1): the scalar, its logits near both ends, and cosines for the middle.
-NUM_U_COSINES = 12
-U_LOG_FLOOR = 1e-3
-
-
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary position embedding. x: `[B, heads, T, head_dim]`; positions: `[B, T]` or `[1, T]`, any origin."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None, :, None].float() * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-class SlotAttention(nn.Module):
-    """Bidirectional over the slots; keys and values are [context; slots]. Query/key RMSNorm, grouped queries, sdpa."""
-
-    def __init__(self, config: FlashMapConfig):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        self.theta = config.rope_theta
-        width = config.hidden_size
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: `[B, T, H]`, positions `[B, T]` -> keys, values `[B, Hkv, T, head_dim]`."""
-        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return rotate(keys, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
-
-    def forward(
-        self,
-        x: torch.Tensor,  # [B, K + 1, H]
-        positions: torch.Tensor,  # [B, K + 1]
-        context: tuple[torch.Tensor, torch.Tensor],  # keys, values [B, Hkv, W, head_dim]
-        mask: torch.Tensor | None,  # [B, 1, 1, W + K + 1], True = attend
-    ) -> torch.Tensor:
-        batch, slots, _ = x.shape
-        queries = self.q_norm(self.q_proj(x).view(batch, slots, self.heads, self.head_dim)).transpose(1, 2)
-        keys, values = self.keys_values(x, positions)
-        attended = nn.functional.scaled_dot_product_attention(
-            rotate(queries, positions, self.theta),
-            torch.cat([context[0], keys], dim=2),
-            torch.cat([context[1], values], dim=2),
-            attn_mask=mask,
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
-
-
-class SlotLayer(GradientCheckpointingLayer):
-    """Pre-norm transformer layer: attention, then a gated MLP."""
-
-    def __init__(self, config: FlashMapConfig):
-        super().__init__()
-        width, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        self.attention_norm = nn.RMSNorm(width, eps=eps)
-        self.attention = SlotAttention(config)
-        self.mlp_norm = nn.RMSNorm(width, eps=eps)
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        context: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:  # [B, K + 1, H]
-        x = x + self.attention(self.attention_norm(x), positions, context, mask)
-        normed = self.mlp_norm(x)
-        return x + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
-
-
-class NoiseEmbedding(nn.Module):
-    """Explicit embedding of u (one scalar among D would be ignored) and of the time s."""
-
-    def __init__(self, config: FlashMapConfig):
-        super().__init__()
-        width = config.hidden_size
-        self.u_in = nn.Linear(3 + NUM_U_COSINES, width)
-        self.u_out = nn.Linear(width, width, bias=False)
-        self.hidden_u = nn.Parameter(torch.zeros(width))
-        self.s_in = nn.Linear(1 + NUM_U_COSINES, width)
-        self.s_out = nn.Linear(width, width, bias=False)
-
-    @staticmethod
-    def cosines(x: torch.Tensor) -> torch.Tensor:  # [...] -> [..., NUM_U_COSINES]
-        orders = torch.arange(1, NUM_U_COSINES + 1, device=x.device, dtype=x.dtype)
-        return torch.cos(torch.pi * x.unsqueeze(-1) * orders)
-
-    def noise(self, u: torch.Tensor) -> torch.Tensor:  # [B, K] in [0, 1) -> [B, K, H]
-        ends = torch.stack([u, torch.log(u + U_LOG_FLOOR), torch.log(1 - u + U_LOG_FLOOR)], dim=-1)
-        features = torch.cat([ends, self.cosines(u)], dim=-1).to(self.u_in.weight.dtype)
-        return self.u_out(nn.functional.silu(self.u_in(features)))
-
-    def time(self, s: torch.Tensor) -> torch.Tensor:  # [B] in [0, 1) -> [B, 1, H]
-        features = torch.cat([s.unsqueeze(-1), self.cosines(s)], dim=-1).to(self.s_in.weight.dtype)
-        return self.s_out(nn.functional.silu(self.s_in(features))).unsqueeze(1)
 
 
 @dataclass
@@ -240,7 +132,7 @@ class FlashMapDrafter(PreTrainedModel):
         return self.endpoint_proj(self.norm(x[:, 1:]))
 
     def prior(self, u: torch.Tensor | None, noise: torch.Tensor | None, batch: int, slots: int) -> torch.Tensor:
-        """`z_0` `[B, K, D]`: carries u (quantile), or is the given Gaussian `noise` (independent); zero where neither is."""
+        """`z_0` `[B, K, D]`: carries u (quantile) or is the Gaussian `noise` (independent); zero without either."""
         if self.config.coupling == "independent":
             if noise is None:
                 raise ValueError("coupling='independent' draws z_0: pass noise of shape [B, K, D].")
@@ -289,6 +181,46 @@ class FlashMapDrafter(PreTrainedModel):
         solve = midpoint if (num_steps or self.config.num_steps) == 2 else euler
         z_1 = solve(endpoint_fn, z_0)
         return FlashMapOutput(z_1=z_1, logits=self.head(z_1, rows))
+
+    # files
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *model_args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As `PreTrainedModel.from_pretrained`, from safetensors only, and with every key in its place.
+
+        Returns:
+            The drafter in evaluation mode; with `output_loading_info=True` also the dictionary of its keys.
+
+        Raises:
+            OSError: a file is missing, damaged or of another kind, or keys are missing, unexpected or of another shape;
+                names the folder, or repository and revision.
+            ValueError: an argument or a value of the configuration is not possible.
+        """
+        name = pretrained_model_name_or_path
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError("use_safetensors=False would open pickled weights, which can run code: leave it out.")
+        forced = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        with loading.explained(name, kwargs):
+            drafter, info = super().from_pretrained(name, *model_args, **(kwargs | forced))
+            loading.check_keys(info, kwargs)
+            commit = getattr(drafter.config, "_commit_hash", None)
+            given = kwargs.get("generation_config")
+            drafter.generation_config = given or loading.generation_config(name, commit, kwargs)
+        return (drafter, info) if output_loading_info else drafter
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As `PreTrainedModel.save_pretrained`, with the drafter's `generation_config`."""
+        hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr", "private") if key in kwargs}
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.generation_config.save_pretrained(save_directory)
+            if push_to_hub:  # not by the call above, which would leave the generation config behind
+                repo_id = hub.pop("repo_id", Path(save_directory).name)
+                self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
 
     @classmethod
     def from_target(

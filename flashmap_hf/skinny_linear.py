@@ -44,7 +44,7 @@ class SkinnyLinear(TorchFunctionMode):
 def skinny_linear(model: nn.Module) -> AbstractContextManager[Any]:
     """The mode where it pays for this model, else a block that does nothing.
 
-    The choice is a rule and not a timing: another kernel rounds differently, and the same call must give the same output.
+    The choice is a rule, not a timing: another kernel rounds differently, and a call must repeat its output.
     """
     parameter = next(model.parameters())
     pays = (

@@ -17,7 +17,7 @@ class Statistics:
     one token per step. blocks: drafter passes. drafted / accepted: tokens proposed / kept. drafted_by_position[k] and
     accepted_by_position[k]: how often a block reached position k + 1 / was accepted up to it.
     seconds_drafter, seconds_target: wall-clock inside the two forwards (synchronised on accelerators).
-    plain_calls: calls that decoded without the drafter, after a warning.
+    plain_calls: calls that went on without the drafter, after a warning.
     """
 
     calls: int = 0
@@ -101,5 +101,5 @@ class Recorder:
             setattr(statistics, name, getattr(statistics, name) + seconds)
 
     def _synchronise(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        if self.device.type != "cpu" and torch.accelerator.is_available():  # an offloaded model is on "meta"
+            torch.accelerator.synchronize(None if self.device.type == "meta" else self.device)

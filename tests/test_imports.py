@@ -17,15 +17,19 @@ PACKAGE = "flashmap_hf"
 # Lowest first. A module imports only from layers strictly below its own. A name that ends in ".*" is a subpackage: its
 # modules may also import one another, without a cycle. Planned modules stand here before they exist.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics"),  # import nothing of ours
+    # These import nothing of ours.
+    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "skinny_linear"),
+    ("devices", "prompts"),
     ("configuration_flashmap", "generation_config"),
-    ("conditioning", "head", "compatibility"),
+    ("conditioning", "velocity", "head", "compatibility", "loading"),
     ("modeling_flashmap",),
     ("candidates",),
     ("decoding",),
     ("hook",),
     ("__init__",),  # the public names; from here upwards `import flashmap_hf` is allowed
+    ("drafters", "runs"),
     ("compare",),
+    ("comparison_table",),
     ("evaluation.*",),
     ("training.*",),
     ("hub_card",),

@@ -12,7 +12,8 @@ from flashmap_hf.evaluation.step_cost import main
 
 def test_every_count_is_measured_in_plain_steps(tmp_path: Path) -> None:
     config = LlamaConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+        vocab_size=30, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(30)}, unk_token="w0"))

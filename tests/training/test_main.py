@@ -47,7 +47,7 @@ def test_features_then_train(folders: dict[str, str], capsys: pytest.CaptureFixt
 def test_errors_are_one_line(folders: dict[str, str]) -> None:
     with pytest.raises(SystemExit, match=r"error: .*manifest\.json"):
         main(["train", "--features", folders["run"], "--target", folders["target"], "--out", folders["run"]])
-    with pytest.raises(SystemExit, match="error: .*nothing"):
+    with pytest.raises(SystemExit, match=r"error: .*nothing"):
         main(["features", "--answers", "nothing.jsonl", "--target", folders["target"], "--out", folders["features"]])
 
 
