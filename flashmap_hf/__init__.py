@@ -1,6 +1,6 @@
 """FlashMap for Hugging Face: block drafters that speed up `model.generate` without changing its output law."""
 
-from transformers import AutoConfig, AutoModel
+from transformers.models.auto import AutoConfig, AutoModel
 
 from flashmap_hf.candidates import FlashMapCandidateGenerator
 from flashmap_hf.compatibility import chat_template_differs, check_target

@@ -15,7 +15,6 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.utils import ModelOutput
 
 from flashmap_hf.compatibility import is_pure
 from flashmap_hf.conditioning import ContextWindow, tap
@@ -109,7 +108,8 @@ class FlashMapCandidateGenerator(CandidateGenerator):
 
     def observe(self, hidden_states: Any, start: int, count: int) -> None:
         """Take the tapped states of `count` newly committed positions, from index `start` of the target's forward."""
-        taps = tap([h if h is None else h[:, start : start + count] for h in hidden_states], self.tap_layers)
+        states = [h if h is None else h[:, start : start + count] for h in hidden_states]  # None: not tapped
+        taps = tap(states, self.tap_layers)
         self.context.append(taps.to(self.drafter.device))
 
     # context -> draft
@@ -149,7 +149,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             u = torch.zeros(config.block_size)
         elif self.rule != "shared_noise":
             u = None  # the laws p and q of these rules do not know the noise
-        embeddings = self.target.get_input_embeddings()
+        embeddings: Any = self.target.get_input_embeddings()
         if (place := embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves
             anchor = anchor.to(place)
         anchor_embeds = embeddings(anchor).to(device)
@@ -177,7 +177,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
     def _processed(self, input_ids: torch.Tensor, logits: torch.Tensor) -> Draft:
         """Process each position on its own drafted prefix, then draw from it (rejection) or take its argmax."""
         sampled = self.rule == "rejection"
-        processors = self.pure_processors if sampled else LogitsProcessorList(self.argmax_processors)
+        processors: Any = self.pure_processors if sampled else LogitsProcessorList(self.argmax_processors)
         ids = self.drafter.head.ids
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -215,11 +215,11 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         self,
         input_ids: torch.LongTensor,
         model_kwargs: dict[str, Any] | None = None,
-        model_outputs: ModelOutput | None = None,
+        model_outputs: Any = None,  # ModelOutput
         is_first_iteration: bool = False,
         n_last_matches: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Any, Any]:
         """Contract of transformers' assisted decoding, which verifies by rejection or, greedily, by equality.
 
         Returns:

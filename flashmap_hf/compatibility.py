@@ -37,7 +37,7 @@ def check_target(
             "generate without assistant_model."
         )
     text = target.config.get_text_config()
-    facts = [
+    facts: list[tuple[str, Any, Any]] = [
         ("hidden size", config.target_hidden_size, text.hidden_size),
         ("number of layers", config.target_num_layers, text.num_hidden_layers),
         ("vocabulary size", config.vocab_size, text.vocab_size),

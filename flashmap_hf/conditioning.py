@@ -1,6 +1,7 @@
 """Target hidden states -> context: the one tap function, used by training and by generation alike."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ def default_tap_layers(num_layers: int, num_taps: int = 4) -> list[int]:
     return [round(num_layers * (i + 1) / num_taps) for i in range(num_taps)]
 
 
-def tap(hidden_states: Sequence[torch.Tensor], tap_layers: Sequence[int]) -> torch.Tensor:
+def tap(hidden_states: Sequence[Any], tap_layers: Sequence[int]) -> torch.Tensor:
     """Concatenate the tapped layers on the device of the last one.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
@@ -35,12 +35,12 @@ class Collected:
     """What `return_dict_in_generate` returns, one entry per token, as plain generation collects it."""
 
     config: GenerationConfig
-    scores: list[torch.Tensor] = field(default_factory=list)  # [1, V] each
-    logits: list[torch.Tensor] = field(default_factory=list)
-    attentions: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    hidden_states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)  # [1, V] each
+    logits: list[Any] = field(default_factory=list)
+    attentions: list[Any] = field(default_factory=list)  # tuples of one tensor per layer
+    hidden_states: list[Any] = field(default_factory=list)
 
-    def add(self, outputs: ModelOutput, row: int, scores: torch.Tensor, logits: torch.Tensor, prefill: bool) -> None:
+    def add(self, outputs: Any, row: int, scores: torch.Tensor, logits: torch.Tensor, prefill: bool) -> None:
         """Token `row` of a forward; the prefill's states are kept whole. scores: `[1, V]`, logits: `[k + 1, V]`."""
         config = self.config
         if not config.return_dict_in_generate:
@@ -64,7 +64,7 @@ class Collected:
         config = self.config
         return tuple(self.scores) if config.return_dict_in_generate and config.output_scores else None
 
-    def result(self, sequences: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:
+    def result(self, sequences: Any, cache: Any) -> GenerateDecoderOnlyOutput:
         config = self.config
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
@@ -104,7 +104,7 @@ def emit(
     rule: str,
     draft: Draft,
     raw: torch.Tensor,  # [k + 1, V] float32
-    processors: LogitsProcessorList,
+    processors: Any,  # LogitsProcessorList
     input_ids: torch.Tensor,  # [1, T]
     u: torch.Tensor | None,  # [k + 1]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
@@ -137,7 +137,7 @@ def emit(
 
 
 def target_step(
-    target: PreTrainedModel,
+    target: Any,  # PreTrainedModel with GenerationMixin
     forward: Callable[..., ModelOutput],
     input_ids: torch.Tensor,  # [1, T]
     draft_tokens: torch.Tensor,  # [k]
@@ -159,7 +159,7 @@ def target_step(
 
 
 def generate_with_drafter(
-    target: PreTrainedModel,
+    target: Any,  # PreTrainedModel with GenerationMixin
     input_ids: torch.Tensor,  # [1, T]
     candidates: FlashMapCandidateGenerator,
     logits_processor: LogitsProcessorList,
@@ -246,9 +246,7 @@ def generate_with_drafter(
     return input_ids
 
 
-def process(
-    processors: LogitsProcessorList, input_ids: torch.Tensor, draft_tokens: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
+def process(processors: Any, input_ids: torch.Tensor, draft_tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Processed scores `[k + 1, V]`: row i on the prefix that ends with drafted token i. logits stay as they are."""
     if not processors:
         return logits

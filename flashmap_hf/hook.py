@@ -36,16 +36,17 @@ def install() -> None:
     """Wrap `GenerationMixin`; a second call changes nothing, a second copy of the package adds its own class."""
     if getattr(GenerationMixin.generate, "_flashmap", None) is FlashMapDrafter:
         return
-    GenerationMixin.generate = _wrap_generate(GenerationMixin.generate)
-    GenerationMixin._assisted_decoding = _wrap_assisted_decoding(GenerationMixin._assisted_decoding)
-    GenerationMixin._get_candidate_generator = _wrap_get_candidate_generator(GenerationMixin._get_candidate_generator)
+    mixin: Any = GenerationMixin
+    mixin.generate = _wrap_generate(mixin.generate)
+    mixin._assisted_decoding = _wrap_assisted_decoding(mixin._assisted_decoding)
+    mixin._get_candidate_generator = _wrap_get_candidate_generator(mixin._get_candidate_generator)
 
 
 def _wrap_generate(original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(self, *args, **kwargs)
         drafter = as_drafter(bound.arguments.get("assistant_model"))
         if drafter is None:
@@ -77,7 +78,7 @@ def _wrap_generate(original: Any) -> Any:
 def _wrap_assisted_decoding(original: Any) -> Any:
     @functools.wraps(original)
     def _assisted_decoding(
-        self: PreTrainedModel,
+        self: Any,
         input_ids: Any,
         logits_processor: Any,
         stopping_criteria: Any,
@@ -90,7 +91,8 @@ def _wrap_assisted_decoding(original: Any) -> Any:
         streamer, synced_gpus = kwargs.pop("streamer", None), kwargs.pop("synced_gpus", False)
         for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
-        compatibility.check_inputs(*input_ids.shape[:2], synced_gpus, kwargs)
+        batch_size, length = input_ids.shape
+        compatibility.check_inputs(batch_size, length, synced_gpus, kwargs)
         obstacle = None
         if compatibility.has_guidance(logits_processor):
             obstacle = "guidance_scale runs the target twice per token"
@@ -115,7 +117,7 @@ def _wrap_assisted_decoding(original: Any) -> Any:
 
 def _wrap_get_candidate_generator(original: Any) -> Any:
     @functools.wraps(original)
-    def _get_candidate_generator(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
         drafter = as_drafter(bound.get("assistant_model"))
         if drafter is None:

@@ -131,4 +131,5 @@ def generation_config(name: Any, commit: str | None, options: dict[str, Any]) ->
         except EntryNotFoundError:
             return FlashMapGenerationConfig()
         where = Path(file).parent
-    return FlashMapGenerationConfig.from_pretrained(where)
+    config: Any = FlashMapGenerationConfig.from_pretrained(where)  # typed as its base class there
+    return config

@@ -1,9 +1,10 @@
 """FlashMapDrafter: composes context, flow and head into a `PreTrainedModel` that proposes K tokens in one pass."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ class FlashMapDrafter(PreTrainedModel):
     main_input_name = "taps"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules: ClassVar[list[str]] = ["SlotLayer"]
+    _no_split_modules = ["SlotLayer"]
 
     def __init__(self, config: FlashMapConfig):
         super().__init__(config)
@@ -88,7 +89,8 @@ class FlashMapDrafter(PreTrainedModel):
             positions: `[B, W]` in the same count as the anchor's position; only differences matter.
         """
         context = self.context_encoder(taps.to(self.dtype))
-        return [layer.attention.keys_values(context, positions) for layer in self.layers]
+        layers: Iterable[Any] = self.layers
+        return [layer.attention.keys_values(context, positions) for layer in layers]
 
     # the velocity network
 
@@ -117,7 +119,7 @@ class FlashMapDrafter(PreTrainedModel):
         """
         batch, slots = z.shape[0], z.shape[1]
         anchor = self.anchor_proj(self.anchor_norm(anchor_embeds.to(self.dtype)))
-        noise = self.noise_embedding.hidden_u
+        noise: torch.Tensor = self.noise_embedding.hidden_u
         if u is not None:
             known = self.noise_embedding.noise(u.nan_to_num(0.0))
             noise = torch.where(u.isnan().unsqueeze(-1), noise, known)
@@ -203,14 +205,15 @@ class FlashMapDrafter(PreTrainedModel):
             raise ValueError("use_safetensors=False would open pickled weights, which can run code: leave it out.")
         forced = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         with loading.explained(name, kwargs):
-            drafter, info = super().from_pretrained(name, *model_args, **(kwargs | forced))
+            loaded: Any = super().from_pretrained(name, *model_args, **(kwargs | forced))
+            drafter, info = loaded
             loading.check_keys(info, kwargs)
             commit = getattr(drafter.config, "_commit_hash", None)
             given = kwargs.get("generation_config")
             drafter.generation_config = given or loading.generation_config(name, commit, kwargs)
         return (drafter, info) if output_loading_info else drafter
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]  # the other arguments are passed on
         self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """As `PreTrainedModel.save_pretrained`, with the drafter's `generation_config`."""

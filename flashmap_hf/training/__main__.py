@@ -91,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
     trainer.run()
     tokens_per_step = trainer.evaluate()
     folder = args.out / "drafter"
-    trainer.averaged_drafter().to(torch.bfloat16).save_pretrained(folder)
+    trainer.averaged_drafter().bfloat16().save_pretrained(folder)
     record = {
         "provenance": provenance(), "config": dataclasses.asdict(config), "blocks": trainer.blocks,
         "steps": trainer.step, "epochs": trainer.epoch, "minutes": trainer.seconds / 60, "answers": len(sequences),

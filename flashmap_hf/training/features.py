@@ -157,7 +157,11 @@ def make_features(
     """
     folder.mkdir(parents=True, exist_ok=True)
     fresh = Manifest(
-        target.config.name_or_path, target.config.get_text_config().hidden_size, list(tap_layers), context, "bfloat16"
+        target.config.name_or_path or "",
+        target.config.get_text_config().hidden_size,
+        list(tap_layers),
+        context,
+        "bfloat16",
     )
     manifest = Manifest.read(folder) if (folder / MANIFEST).is_file() else fresh
     for name in ("target", "target_hidden_size", "tap_layers", "context"):

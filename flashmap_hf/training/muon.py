@@ -45,6 +45,7 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns), params in by_shape.items():
                 updates = []
                 for p in params:
+                    assert p.grad is not None  # chosen above
                     buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
                     buffer.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(buffer, group["momentum"]))

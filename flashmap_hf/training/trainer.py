@@ -175,7 +175,7 @@ class Trainer:
         last, saved = time.monotonic(), self.seconds
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("training", total=budget, completed=self.seconds)
+            task = progress.add_task("training", total=budget, completed=int(self.seconds))
             while self.seconds < budget:
                 batches = epoch_batches(
                     self.sequences, epoch=self.epoch, seed=config.seed, runs=config.runs, run=config.run_length,
