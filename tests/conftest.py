@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
@@ -132,12 +132,12 @@ def random_prompt(length: int, vocab_size: int, seed: int, padding: int = 0) -> 
 def lengths_accepted(stats: Statistics) -> list[int]:
     """How many blocks had exactly 0, 1, ..., K tokens accepted (a block cut short counts as what it kept)."""
     reached = [stats.drafted_by_position[0], *stats.accepted_by_position, 0]
-    return [more - fewer for more, fewer in zip(reached, reached[1:], strict=False)]
+    return [more - fewer for more, fewer in pairwise(reached)]
 
 
 @torch.no_grad()
 def difference(target: PreTrainedModel, expected: torch.Tensor, found: torch.Tensor, padding: int = 0) -> str:
-    """For a failure message: the first position that differs, and the target's margin between its two best logits there."""
+    """For a failure message: the first position that differs, and the margin between the target's two best logits."""
     shorter = min(expected.shape[1], found.shape[1])
     unequal = (expected[0, :shorter] != found[0, :shorter]).nonzero()
     if not len(unequal):
@@ -146,14 +146,13 @@ def difference(target: PreTrainedModel, expected: torch.Tensor, found: torch.Ten
     prefix = expected[:, padding:place]
     best = target(prefix).logits[0, -1].float().topk(2)
     margin = float(best.values[0] - best.values[1])
-    return f"position {place}: {int(expected[0, place])} became {int(found[0, place])}; margin of the two best {margin:.3g}"
+    return f"position {place}: {int(expected[0, place])} became {int(found[0, place])}; margin {margin:.3g}"
 
 
 @pytest.fixture(autouse=True)
-def _same_seed() -> Iterator[None]:
+def _same_seed() -> None:
     """Every test starts from the same global generator, alone or in a suite."""
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -94,9 +94,9 @@ class Oracle(FlashMapDrafter):
         self.wrong: frozenset[int] = frozenset()
 
     @torch.no_grad()
-    def teach(self, target: PreTrainedModel, text: torch.Tensor, wrong: Sequence[int] = ()) -> None:
-        """text: `[1, T]`, prompt included; wrong: positions in it."""
-        self.states = target(text, output_hidden_states=True).hidden_states[-1][0].float()
+    def teach(self, target: PreTrainedModel, text: torch.Tensor, wrong: Sequence[int] = (), **inputs: Any) -> None:
+        """text: `[1, T]`, prompt included; wrong: positions in it; inputs: what the target is given beside it."""
+        self.states = target(text, output_hidden_states=True, **inputs).hidden_states[-1][0].float()
         self.text, self.wrong = text[0], frozenset(wrong)
 
     def forward(self, taps: torch.Tensor, *args: Any, **kwargs: Any) -> FlashMapOutput:  # type: ignore[override]

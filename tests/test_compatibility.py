@@ -24,8 +24,11 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    CLIPVisionConfig,
     GenerationConfig,
     JambaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MambaConfig,
     Qwen3NextConfig,
     T5Config,
@@ -241,6 +244,24 @@ def test_check_target_is_public_and_says_the_same():
     config = FlashMapConfig(target_hidden_size=48, target_num_layers=2, vocab_size=len(VOCABULARY))
     with pytest.raises(ValueError, match=r"hidden size 48.*hidden size 32"):
         flashmap_hf.check_target(config, target)
+
+
+def test_a_target_that_sees():
+    """Images go into the prefill alone, as in plain decoding."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = LlavaConfig(vision_config=vision, text_config=tiny_target(31).config, image_token_index=60)
+    torch.manual_seed(0)
+    target = LlavaForConditionalGeneration(config).eval()
+    prompt = torch.tensor([[5, 60, 60, 60, 60, 7, 8]])
+    images = {"pixel_values": torch.randn(1, 3, 8, 8)}
+    plain = target.generate(prompt, **PLAIN, **images, max_new_tokens=12)
+    oracle = make_oracle(target)
+    oracle.teach(target, plain, [9], **images)
+    found, stats = run(target, oracle, prompt, max_new_tokens=12, **images)
+    assert found.tolist() == plain.tolist()
+    assert stats.accepted > 0
 
 
 # --- drafters that cannot help: plain decoding, one warning ---------------------------------------------------------
