@@ -97,6 +97,7 @@ def train(args: argparse.Namespace) -> None:
         "steps": trainer.step, "epochs": trainer.epoch, "minutes": trainer.seconds / 60, "answers": len(sequences),
         "response_tokens": tokens, "held_out_answers": len(held_out), "parameters": parameters,
         "held_out_tokens_per_step": tokens_per_step,
+        "held_out_history": trainer.history(),
     }  # fmt: skip
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"{folder}: {tokens_per_step:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")

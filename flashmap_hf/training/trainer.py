@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -212,6 +213,11 @@ class Trainer:
                 "velocity": round(result.velocity.item(), 4), "joint": [round(x, 3) for x in joint.tolist()],
             }
         )  # fmt: skip
+
+    def history(self) -> list[dict[str, Any]]:
+        """The log's held-out rows, oldest first."""
+        rows = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        return [row for row in rows if "held_out_tokens_per_step" in row]
 
     def write_log(self, row: dict[str, object]) -> None:
         with (self.folder / "log.jsonl").open("a") as lines:

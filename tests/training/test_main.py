@@ -41,6 +41,7 @@ def test_features_then_train(folders: dict[str, str], capsys: pytest.CaptureFixt
     assert drafter.config.tokenizer_hash is not None
     record = json.loads((Path(folders["run"]) / "drafter" / "training.json").read_text())
     assert record["held_out_answers"] == 64 and record["blocks"] == record["steps"] * 8
+    assert record["held_out_history"][-1]["held_out_tokens_per_step"] == round(record["held_out_tokens_per_step"], 4)
     assert record["provenance"]["versions"]["torch"] == torch.__version__
 
 
