@@ -107,7 +107,8 @@ def table_pair(**overrides: Any) -> tuple[TableModel, TableDrafter]:
 def mistral_pair(**overrides: Any) -> tuple[Any, FlashMapDrafter]:
     """A real target (one layer, sliding window of two tokens: the window passes inside every block) and drafter."""
     target = tiny_target(
-        "mistral", vocab_size=V, num_hidden_layers=1, sliding_window=2, max_position_embeddings=2**16, pad_token_id=None,
+        "mistral", vocab_size=V, num_hidden_layers=1, sliding_window=2, max_position_embeddings=2**16,
+        pad_token_id=None,
         bos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     return target, tiny_drafter(target, block_size=K, window=3, initializer_range=0.5, **overrides)
