@@ -95,7 +95,10 @@ def generate(args: argparse.Namespace) -> None:
     )
     if args.compare and args.no_drafter:
         raise ValueError("--compare measures a drafter against plain decoding: leave out --no-drafter")
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt on stdin is not text in {error.encoding} ({error.reason})") from error
     prompts.check_prompt(prompt)
     device = default_device()
     dtype = choose_dtype(args.dtype, device)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
@@ -15,6 +16,7 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import selected_hidden_states
 
 from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
 from flashmap_hf.compatibility import is_pure
@@ -51,7 +53,11 @@ class Collected:
             self.logits.append(logits[row : row + 1])
         if config.output_hidden_states:
             states = outputs.hidden_states
-            self.hidden_states.append(tuple(states) if prefill else tuple(h[:, row : row + 1] for h in states))
+            if (asked := selected_hidden_states(config.output_hidden_states)) is not None:  # the taps are not
+                indices = {i % len(states) for i in asked}
+                states = [h if i in indices else None for i, h in enumerate(states)]
+            rows = [h if prefill or h is None else h[:, row : row + 1] for h in states]
+            self.hidden_states.append(tuple(rows))
         if config.output_attentions:
             kept = [a for a in outputs.attentions if a is not None]
             rest = logits.shape[0] - 1 - row  # keys of later drafted tokens are not there in plain decoding
@@ -146,8 +152,12 @@ def target_step(
     """One target forward over the anchor and the drafted tokens; logits of all k + 1 positions."""
     candidates = torch.cat([input_ids, draft_tokens[None]], dim=1)
     size = len(draft_tokens)
-    kwargs = _prepare_attention_mask(copy.copy(model_kwargs), candidates.shape[1], False)
-    kwargs = _prepare_token_type_ids(kwargs, candidates.shape[1])
+    kwargs = copy.copy(model_kwargs)
+    # with a cache from an earlier turn these may be longer than the ids
+    if (mask := kwargs.get("attention_mask")) is not None:
+        kwargs = _prepare_attention_mask(kwargs, mask.shape[1] + size, False)
+    if (types := kwargs.get("token_type_ids")) is not None:
+        kwargs = _prepare_token_type_ids(kwargs, types.shape[1] + size)
     if (positions := kwargs.get("position_ids")) is not None and size > 0:
         kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + size, False)
     inputs = target.prepare_inputs_for_generation(
@@ -179,8 +189,9 @@ def generate_with_drafter(
     recorder = Recorder(target.device)
     recorder.add(calls=1)
     collected = Collected(generation_config)
-    if not generation_config.output_hidden_states:
-        model_kwargs = model_kwargs | candidates.model_kwargs_overrides
+    if generation_config.output_hidden_states is not True:
+        asked = selected_hidden_states(generation_config.output_hidden_states) or []
+        model_kwargs = model_kwargs | {"output_hidden_states": [*asked, *candidates.tap_layers]}
     noise = SharedNoise() if candidates.rule == "shared_noise" else None
     prompt_length = input_ids.shape[1]
     draft = Draft(input_ids.new_empty(0))
@@ -239,6 +250,9 @@ def generate_with_drafter(
         with recorder.timed("seconds_target"), target._optimize_model_for_decode(), skinny_linear(target):
             outputs = target_step(target, forward, input_ids, draft.tokens, model_kwargs)
     recorder.add(plain_calls=int(not candidates.working))
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.record_past = False  # the next prefill on this cache may drop what the window drops
     if streamer is not None:
         streamer.end()
     if generation_config.return_dict_in_generate:

@@ -21,7 +21,7 @@ def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidd
     if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and weight.is_floating_point():
         return weight.detach()[:ids] if isinstance(ids, int) else weight.detach()[ids.to(weight.device)]
     with torch.no_grad():
-        parameter = next(output_embeddings.parameters())
+        parameter = next(output_embeddings.parameters(), torch.empty(0))  # a packed quantised weight is no parameter
         dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         rows = slice(ids) if isinstance(ids, int) else ids.to(device)

@@ -28,7 +28,9 @@ def encode(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise ValueError for a prompt without a visible character."""
+    """Raise ValueError for a prompt without a visible character, or with bytes that are not text."""
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what Python makes of undecodable bytes
+        raise ValueError("the prompt holds bytes that are not text: give it in UTF-8")
     if not prompt.strip():
         raise ValueError("the prompt is empty: give the target some text to continue")
 

@@ -30,8 +30,14 @@ class Settings:
         for name, lowest in (("max_new_tokens", 1), ("seed", 0)):
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name} must be at least {lowest}, not {getattr(self, name)}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be below 2**64, not {self.seed}")
+        lowest_temperature = torch.finfo(torch.float32).eps  # far below it the scores overflow
+        if self.temperature != 0.0 and not lowest_temperature <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or a positive number, {lowest_temperature:.2g} or more, "
+                f"not {self.temperature}"
+            )
         if self.temperature == 0.0 and self.verification != "auto":
             raise ValueError(f"verification={self.verification!r} is a rule for sampling: set a temperature above 0")
 

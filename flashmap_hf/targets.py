@@ -23,6 +23,7 @@ from filelock import AcquireReturnProxy, FileLock
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import AutoModelForCausalLM, AutoTokenizer
@@ -100,19 +101,19 @@ def load(
     embedded = EMBEDDED.get(str(name))
     _check(name, device, source, from_pretrained_kwargs)
     options = {"dtype": _as_dtype(dtype), **from_pretrained_kwargs}
-    if "gguf_file" not in options:
-        options["use_safetensors"] = True  # else pickled weights would do
+    options |= {} if "gguf_file" in options else {"use_safetensors": True}  # else pickled weights would do
     path = str(name)
     if embedded is not None:
         on_hub = source == "hub" and _on_hub(embedded, options)
         path = embedded.hub_id if on_hub else str(prepare(embedded, fetch=not options.get("local_files_only")))
-    shared = {key: options[key] for key in (*HUB_KEYWORDS, "gguf_file") if key in options}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, **options)
+        shared = {key: options[key] for key in (*HUB_KEYWORDS, "gguf_file") if key in options}
         tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-    except (OSError, ValueError) as error:  # not each of them says, in one line, which target it is about
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"target {str(name)!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, SafetensorError) as error:  # not each says, in one line, which target it is about
+        reason = " ".join(str(error).split("Model type should be one of")[0].split())  # hundreds of names follow
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(f"target {str(name)!r} cannot be loaded: {reason}") from error
     if embedded is not None:  # drafters and PEFT adapters record this name; the cache folder means nothing elsewhere
         model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = embedded.hub_id
     return (model if device is None else model.to(device)), tokenizer

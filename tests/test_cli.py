@@ -169,7 +169,10 @@ def test_the_embedded_target_answers(capsys):
         (["Hi", "--no-drafter", "--max-new-tokens", "many"], "argument --max-new-tokens: invalid int value: 'many'"),
         (["Hi", "--no-drafter", "--temperature", "-1"], "temperature must be 0"),
         (["Hi", "--no-drafter", "--temperature", "nan"], "temperature must be 0"),
+        (["Hi", "--no-drafter", "--temperature", "1e-40"], "temperature must be 0"),
         (["Hi", "--no-drafter", "--seed", "-1"], "seed must be at least 0, not -1"),
+        (["Hi", "--no-drafter", "--seed", str(2**64)], "seed must be below 2**64"),
+        (["caf\udce9", "--no-drafter"], "the prompt holds bytes that are not text"),
         (["Hi", "--verification", "rejection"], "set a temperature above 0"),
         (["Hi", "--verification", "tree"], "argument --verification: invalid choice: 'tree'"),
         (["Hi", "--no-drafter", "--compare"], "leave out --no-drafter"),
@@ -196,6 +199,25 @@ def test_a_missing_default_drafter_says_how_to_go_on(capsys, tmp_path, monkeypat
 def test_a_target_is_no_drafter(capsys, folders):
     line = complaint(capsys, "Hi", "--target", folders[1], "--drafter", folders[1])
     assert "a model of type 'llama', not a FlashMap drafter" in line
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_on_stdin_that_are_no_text(capsys, monkeypatch, errors):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xffhello"), encoding="utf-8", errors=errors))
+    assert "the prompt" in complaint(capsys, "-", "--no-drafter")
+
+
+def test_a_drafter_is_no_target(capsys, folders):
+    line = complaint(capsys, "Hi", "--target", folders[3], "--no-drafter")
+    assert "FlashMapConfig" in line
+    assert len(line) < 400
+
+
+def test_a_truncated_target_is_named(capsys, tmp_path):
+    weights = write_target(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50])
+    assert str(tmp_path) in complaint(capsys, "Hi", "--target", str(tmp_path), "--no-drafter")
 
 
 def test_an_unknown_target_is_named(capsys):

@@ -96,6 +96,107 @@ def test_a_second_turn_on_the_users_cache(family: str) -> None:
     assert two_turns(True).tolist() == two_turns(False).tolist()
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_a_second_turn_of_a_padded_prompt_with_only_the_new_ids(family: str) -> None:
+    """The mask covers both turns and is longer than the ids: its zeros must stay at the first turn's padding."""
+    target, padding = tiny_target(family), 3
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    first = random_prompt(6, 64, seed=4, padding=padding)
+
+    def reply(assistant: bool) -> list[int]:
+        cache = DynamicCache(config=target.config)
+        text = target.generate(**first, **options)
+        extra: dict[str, Any] = {}
+        if assistant:
+            extra["assistant_model"] = oracle_for(target, block_size=4, window=4)
+            extra["assistant_model"].teach(target, text, padding)
+        target.generate(**first, **options, cache=cache, **extra)
+        # nothing is left that would keep the next prefill from dropping what a sliding window drops
+        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+        whole = torch.cat([text, torch.tensor([[9, 17, 23]])], dim=1)
+        mask = torch.ones_like(whole)
+        mask[:, :padding] = 0
+        if assistant:
+            reference = target.generate(whole, attention_mask=mask, **options)
+            extra["assistant_model"].teach(target, reference, padding)
+        new = whole[:, cache.get_seq_length() :]
+        with flashmap_hf.record() as stats:
+            found = target.generate(new, attention_mask=mask, **options, cache=cache, **extra)
+        assert (stats.accepted > 0) == assistant
+        return found[0, new.shape[1] :].tolist()
+
+    assert reply(True) == reply(False)
+
+
+@pytest.mark.parametrize("asked", [[0], [1, 3], [-1], 2])
+def test_chosen_hidden_states(asked: Any) -> None:
+    """transformers takes indices of layers, too; the drafter's own taps are not given away with them."""
+    target = tiny_target()
+    plain, ours, _ = plain_and_ours(
+        target, random_prompt(6, 64, seed=9), return_dict_in_generate=True, output_hidden_states=asked
+    )
+    for mine, theirs in zip(ours.hidden_states, plain.hidden_states, strict=True):
+        assert [h is None for h in mine] == [h is None for h in theirs]
+        for one, other in zip(mine, theirs, strict=True):
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_drafter_sees_the_last_committed_positions(
+    family: str, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taps of the W positions before the anchor, newest last, and the anchor's embedding: as in training."""
+    target, window, prompt = tiny_target(family), 4, random_prompt(3, 64, seed=1, padding=padding)
+    plain = target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS)
+    oracle = oracle_for(target, block_size=4, window=window, tap_layers=[1, 3])
+    oracle.teach(target, plain, padding)
+    text = plain[:, padding:]
+    states = target(text, output_hidden_states=True).hidden_states
+    taps = torch.cat([states[1], states[3]], dim=-1)
+    embeddings = target.get_input_embeddings()(text[0])
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    forward = oracle.forward
+    monkeypatch.setattr(oracle, "forward", lambda taps, anchor, **kw: seen.append((taps, anchor)) or forward(taps))
+    with flashmap_hf.record() as stats:
+        target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=oracle)
+    assert len(seen) == stats.blocks and stats.accepted > 0
+    places = []
+    for given, anchor in seen:
+        distances = (taps[0] - given[0, -1]).abs().amax(-1)
+        place = int(distances.argmin()) + 1  # of the anchor
+        torch.testing.assert_close(given[0], taps[0, max(place - window, 0) : place], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(anchor[0], embeddings[place])
+        places.append(place)
+    assert places == sorted(set(places)) and places[0] == 3
+
+
+def test_a_static_cache_that_never_fills_its_sliding_window() -> None:
+    target = tiny_target("mistral", sliding_window=64)
+    plain, ours, _ = plain_and_ours(target, random_prompt(6, 64, seed=5), cache_implementation="static")
+    assert ours.tolist() == plain.tolist()
+
+
+CANNOT_ROLL_BACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "quantised": ("llama", {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
+    "static, past its sliding window": ("mistral", {"cache_implementation": "static"}),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_ROLL_BACK)
+def test_a_cache_that_cannot_be_rolled_back_is_refused_before_any_work(case: str) -> None:
+    family, options = CANNOT_ROLL_BACK[case]
+    target = tiny_target(family)
+    forwards: list[int] = []
+    target.register_forward_hook(lambda *_: forwards.append(1))
+    drafter = tiny_drafter(target, block_size=4)
+    inputs = random_prompt(6, 64, seed=5)
+    with pytest.raises(ValueError, match=r"cannot be rolled back .* cache_implementation='dynamic'"):
+        target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=drafter, **options)
+    assert not forwards
+
+
 def test_a_static_cache() -> None:
     target = tiny_target()
     plain, ours, _ = plain_and_ours(target, random_prompt(6, 64, seed=5), cache_implementation="static")

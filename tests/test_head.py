@@ -63,3 +63,13 @@ def test_rows_by_weight_equal_rows_by_calling(ids: int | torch.Tensor) -> None:
     expected = weight[:ids] if isinstance(ids, int) else weight[ids]
     assert torch.equal(unembedding_rows(linear, ids, 70), expected)
     torch.testing.assert_close(unembedding_rows(Opaque(weight), ids, 70), expected)
+
+
+def test_rows_of_an_unembedding_without_parameters() -> None:
+    """Packed int8 weights are no parameters: the module is called."""
+
+    class Packed(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ torch.arange(12.0).view(4, 3).t()
+
+    assert torch.equal(unembedding_rows(Packed(), 2, 3), torch.arange(6.0).view(2, 3))

@@ -221,6 +221,15 @@ def test_law_of_a_real_model_with_many_samples(rule: str, coupling: str) -> None
     check_law(*long_run(*mistral_pair(coupling=coupling), seed=4, tokens=8000, rule=rule, **FILTERS))
 
 
+@pytest.mark.parametrize("coupling", ["quantile", "independent"])
+def test_law_of_the_stock_loop_with_our_candidates(coupling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows no shared noise: a drafter with the quantile coupling is verified there as one-hot."""
+    stock: Any = GenerationMixin._assisted_decoding.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", stock)
+    p, _ = long_run(*table_pair(coupling=coupling), seed=10, tokens=TOKENS, rule="auto", **PLAIN)
+    assert p > RIGHT, p
+
+
 def short_calls(rule: str, seed: int, calls: int, **options: Any) -> tuple[float, Statistics]:
     """p-value of the first N tokens of many calls, for laws that depend on the whole text."""
     target, drafter = table_pair()

@@ -73,6 +73,15 @@ def train(args: argparse.Namespace) -> None:
     for folder, manifest in manifests:
         if manifest.target != target.config.name_or_path:
             raise ValueError(f"{folder} holds features of {manifest.target}, not of {target.config.name_or_path}.")
+        if manifest.tap_layers != manifests[0][1].tap_layers:
+            raise ValueError(
+                f"{folder} holds features of layers {manifest.tap_layers}, {manifests[0][0]} of "
+                f"{manifests[0][1].tap_layers}: train on one of them."
+            )
+        if args.window > manifest.context:  # those positions exist when generating
+            raise ValueError(
+                f"--window {args.window}: {folder} keeps {manifest.context} positions of a prompt; lower it."
+            )
     sequences = [s for folder, manifest in manifests for row in manifest.shards for s in read_shard(folder, row)]
     greedy = [s for s in sequences if not bool((s.f_right > 0).any())]
     held_out, chosen = greedy[:HELD_OUT], {id(s) for s in greedy[:HELD_OUT]}

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,24 +23,32 @@ def read_answers(path: str | Path) -> Iterator[Answer]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a row is not an answer; names the file and the line.
+        ValueError: a row is not an answer, names the file and the line; or the file is cut off or not UTF-8 text.
     """
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                answer = Answer(str(row["id"]), float(row["temperature"]), row["prompt_ids"], row["response_ids"])
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: not an answer ({error!r}); "
-                    "a row needs id, temperature, prompt_ids and response_ids."
-                ) from error
-            for name in ("prompt_ids", "response_ids"):
-                ids = getattr(answer, name)
-                if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-                    raise ValueError(f"{path}, line {number}: {name} must be a list of token ids.")
-            yield answer
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield read_row(line, f"{path}, line {number}")
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged, or not UTF-8 text ({error}): make or copy it again.") from error
+
+
+def read_row(line: str, place: str) -> Answer:
+    """One row; raises ValueError that begins with `place`."""
+    try:
+        row = json.loads(line)
+        answer = Answer(str(row["id"]), float(row["temperature"]), row["prompt_ids"], row["response_ids"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{place}: not an answer ({error!r}); a row needs id, temperature, prompt_ids and response_ids."
+        ) from error
+    if not 0.0 <= answer.temperature < float("inf"):
+        raise ValueError(f"{place}: temperature={answer.temperature} must be 0 (greedy) or a positive number.")
+    for name in ("prompt_ids", "response_ids"):
+        ids = getattr(answer, name)
+        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise ValueError(f"{place}: {name} must be a list of token ids.")
+    return answer

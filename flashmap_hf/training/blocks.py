@@ -74,6 +74,8 @@ def epoch_batches(
     skip: int = 0,
 ) -> Iterator[BlockBatch]:
     """All runs of an epoch, shuffled, with a new random phase in every sequence; `skip` batches are passed over."""
+    if min(runs, run) < 1:
+        raise ValueError(f"runs={runs}, run_length={run}: both must be at least 1.")
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     places: list[tuple[int, int]] = []
     for index, sequence in enumerate(sequences):
@@ -81,6 +83,8 @@ def epoch_batches(
         last = len(sequence.tokens) - 1  # the last token has nothing after it
         starts = range(sequence.first - phase, last, run)
         places += [(index, max(start, sequence.first)) for start in starts]
+    if len(places) < runs:  # not one batch: the epochs would go by without a step
+        raise ValueError(f"runs={runs}: the answers hold only {len(places)} runs of {run} anchors; ask for fewer.")
     order = torch.randperm(len(places), generator=generator).tolist()
     for begin in range(skip * runs, len(order) - runs + 1, runs):
         chosen = [places[i] for i in order[begin : begin + runs]]

@@ -5,10 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from flashmap_hf.configuration_flashmap import FlashMapConfig
 
 MARKER = "state.json"
 SUFFIX = "state.safetensors"
+SHAPE = ("block_size", "window", "num_hidden_layers", "coupling", "draft_vocab_size", "tap_layers")
+
+
+def shape(config: FlashMapConfig) -> dict[str, Any]:
+    """What a resumed run must not change about its drafter."""
+    return {name: getattr(config, name) for name in SHAPE}
+
+
+def check_shape(folder: Path, trained: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Raise ValueError where the run in `folder` trains another drafter than the one asked for."""
+    for name, value in trained.items():
+        if asked[name] != value:
+            raise ValueError(
+                f"{folder} holds a run with {name}={value}, not {asked[name]}: keep {value}, or use another folder."
+            )
 
 
 def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
@@ -29,15 +47,18 @@ def load(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """Tensors and counters of the last complete checkpoint; None when there is none.
 
     Raises:
-        OSError: the marker points to a file that is gone.
+        OSError: the marker points to a file that is gone, or either is damaged.
     """
     if not (folder / MARKER).is_file():
         return None
-    marker: dict[str, Any] = json.loads((folder / MARKER).read_text())
-    path = folder / marker["file"]
-    if not path.is_file():
-        raise OSError(f"{folder / MARKER} points to {path.name}, which is gone: delete {MARKER} to start over.")
-    return load_file(path), marker
+    try:
+        marker: dict[str, Any] = json.loads((folder / MARKER).read_text())
+        path = folder / marker["file"]
+        if not path.is_file():
+            raise OSError(f"{folder / MARKER} points to {path.name}, which is gone: delete {MARKER} to start over.")
+        return load_file(path), marker
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise OSError(f"{folder} holds a damaged checkpoint ({error!r}): delete {MARKER} to start over.") from error
 
 
 def optimiser_tensors(label: str, optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

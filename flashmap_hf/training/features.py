@@ -45,7 +45,12 @@ class Manifest:
             raise OSError(
                 f"{folder} holds no {MANIFEST}: make the features first (python -m flashmap_hf.training features)."
             )
-        return cls(**json.loads((folder / MANIFEST).read_text()))
+        try:
+            return cls(**json.loads((folder / MANIFEST).read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder / MANIFEST} is damaged ({error}): delete {folder} and make them again."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,8 @@ def make_features(
     """Compute features of all answers into `folder`, resuming after the answers that its shards already hold.
 
     Raises:
-        ValueError: no answer is left after dropping empty and too long ones, or the folder holds other features.
+        ValueError: no answer is left after dropping empty and too long ones, one holds a token that the target lacks,
+            or the folder holds other features.
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,6 +180,12 @@ def make_features(
     kept = [a for a in rows if len(a.response_ids) > 1]
     usable = [a for a in kept if len(a.prompt_ids) + len(a.response_ids) <= max_length]
     manifest.skipped_empty, manifest.skipped_long = len(rows) - len(kept), len(kept) - len(usable)
+    vocab_size = target.config.get_text_config().vocab_size
+    for answer in usable:
+        if (largest := max(answer.prompt_ids + answer.response_ids)) >= vocab_size:
+            raise ValueError(
+                f"Answer {answer.id} holds token {largest}, {fresh.target} has {vocab_size}: another model's?"
+            )
     done = sum(int(row["answers"]) for row in manifest.shards)
     if not usable:
         raise ValueError(

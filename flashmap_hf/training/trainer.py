@@ -271,7 +271,8 @@ class Trainer:
         tensors = {f"model.{n}": t for n, t in self.drafter.state_dict().items()}
         tensors |= {f"average.{n}": t for n, t in self.average.items()}
         tensors |= checkpoint.optimiser_tensors("muon", self.muon) | checkpoint.optimiser_tensors("adam", self.adam)
-        checkpoint.save(self.folder, self.step, tensors, {n: getattr(self, n) for n in COUNTERS})
+        counters = {n: getattr(self, n) for n in COUNTERS} | {"drafter": checkpoint.shape(self.drafter.config)}
+        checkpoint.save(self.folder, self.step, tensors, counters)
 
     def load_checkpoint(self) -> bool:
         """Continue from the folder's last complete checkpoint; False when there is none."""
@@ -279,6 +280,7 @@ class Trainer:
         if found is None:
             return False
         tensors, counters = found
+        checkpoint.check_shape(self.folder, counters.get("drafter", {}), checkpoint.shape(self.drafter.config))
         self.drafter.load_state_dict({n[6:]: t for n, t in tensors.items() if n.startswith("model.")})
         self.read_draft_vocabulary()  # a checkpoint may hold other ids than the drafter was built with
         self.average = {n[8:]: t for n, t in tensors.items() if n.startswith("average.")}

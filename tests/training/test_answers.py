@@ -22,7 +22,9 @@ def test_plain_and_gzip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"id": 1}', json.dumps(ROW | {"prompt_ids": "hello"}), json.dumps(ROW | {"response_ids": [1.5]})],
+    ["{", "[]", '{"id": 1}', json.dumps(ROW | {"prompt_ids": "hello"}), json.dumps(ROW | {"response_ids": [1.5]}),
+     json.dumps(ROW | {"response_ids": [-1]}), json.dumps(ROW | {"temperature": float("nan")}),
+     json.dumps(ROW | {"temperature": -1}), "[" * 100_000],
 )  # fmt: skip
 def test_bad_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -34,3 +36,12 @@ def test_bad_row_is_named(tmp_path: Path, line: str) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         list(read_answers(tmp_path / "nothing.jsonl"))
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(json.dumps(ROW | {"id": i}).encode() + b"\n" for i in range(500)))
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-40])
+    (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe\n")
+    for name in ("cut.jsonl.gz", "latin.jsonl"):
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            list(read_answers(tmp_path / name))

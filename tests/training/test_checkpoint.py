@@ -49,3 +49,12 @@ def test_optimiser_state_round_trip() -> None:
     step(layer, optimiser)
     step(other, restored)
     assert torch.equal(layer.weight, other.weight) and torch.equal(layer.bias, other.bias)
+
+
+@pytest.mark.parametrize("marker", ["{", "[]", "{}", None], ids=["cut off", "a list", "no file", "weights"])
+def test_damage_is_named(tmp_path: Path, marker: str | None) -> None:
+    checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {})
+    damaged = tmp_path / ("1-state.safetensors" if marker is None else "state.json")
+    damaged.write_text(marker or "no weights")
+    with pytest.raises(OSError, match=r"damaged checkpoint.*delete state\.json"):
+        checkpoint.load(tmp_path)

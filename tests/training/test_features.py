@@ -80,3 +80,15 @@ def test_empty_and_long_answers_are_counted(target: LlamaForCausalLM, answers: l
     assert manifest.skipped_long == 1 and manifest.skipped_empty == 1 and manifest.shards[0]["answers"] == 1
     with pytest.raises(ValueError, match="No answer is left"):
         make_features(target, [empty], tmp_path / "b", TAPS)
+
+
+def test_tokens_of_another_model_are_named(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Answer far holds token 40"):
+        make_features(target, [Answer("far", 0.0, [1, 2], [3, 40])], tmp_path, TAPS)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        Manifest.read(tmp_path)

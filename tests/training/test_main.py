@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from flashmap_hf import FlashMapDrafter
 from flashmap_hf.training.__main__ import draft_vocabulary, main
 from flashmap_hf.training.answers import Answer
-from flashmap_hf.training.features import SequenceFeatures
+from flashmap_hf.training.features import SequenceFeatures, make_features
 
 
 @pytest.fixture
@@ -58,3 +58,16 @@ def test_draft_vocabulary_is_the_most_frequent_and_the_end() -> None:
     sequence = SequenceFeatures(torch.zeros(7, 1), tokens, empty, empty, first=2)
     assert draft_vocabulary([sequence], 3, [30]).tolist() == [5, 7, 30]
     assert draft_vocabulary([sequence], 6, [30]).tolist() == [0, 1, 3, 5, 7, 30]
+
+
+def test_features_must_fit_each_other_and_the_window(
+    target: LlamaForCausalLM, answers: list[Answer], folders: dict[str, str], tmp_path: Path
+) -> None:
+    target = LlamaForCausalLM.from_pretrained(folders["target"])
+    for name, taps in (("one", [2, 4]), ("other", [1, 4])):
+        make_features(target, answers[:2], tmp_path / name, taps, context=8)
+    rest = ["--target", folders["target"], "--out", folders["run"]]
+    with pytest.raises(SystemExit, match=r"error: .*other holds features of layers \[1, 4\]"):
+        main(["train", "--features", str(tmp_path / "one"), str(tmp_path / "other"), "--window", "4", *rest])
+    with pytest.raises(SystemExit, match=r"error: --window 9: .*keeps 8"):
+        main(["train", "--features", str(tmp_path / "one"), "--window", "9", *rest])
