@@ -21,7 +21,6 @@ from flashmap_hf.conditioning import ContextWindow, tap
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
-from flashmap_hf.skinny_linear import skinny_linear
 from flashmap_hf.verification import draw
 
 # They keep the most likely token where it is: the argmax of a draft is the same with and without them.
@@ -154,15 +153,14 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             anchor = anchor.to(place)
         anchor_embeds = embeddings(anchor).to(device)
         assert self.context.taps is not None
-        with skinny_linear(self.drafter):
-            output = self.drafter(
-                self.context.taps,
-                anchor_embeds,
-                rows=self.rows,
-                u=None if u is None else u[None].to(device=device, dtype=torch.float32),
-                noise=noise,
-                num_steps=self.options.num_steps,
-            )
+        output = self.drafter(
+            self.context.taps,
+            anchor_embeds,
+            rows=self.rows,
+            u=None if u is None else u[None].to(device=device, dtype=torch.float32),
+            noise=noise,
+            num_steps=self.options.num_steps,
+        )
         return output.logits
 
     def _gaussian(self, slots: int) -> torch.Tensor:

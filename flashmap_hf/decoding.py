@@ -20,7 +20,6 @@ from transformers.utils.output_capturing import selected_hidden_states
 
 from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
 from flashmap_hf.compatibility import is_pure
-from flashmap_hf.skinny_linear import skinny_linear
 from flashmap_hf.statistics import Recorder
 from flashmap_hf.verification import (
     Verdict,
@@ -247,7 +246,7 @@ def generate_with_drafter(
             u = None if noise is None else noise.at(place, candidates.drafter.config.block_size)
             draft = candidates.draft(input_ids, u)
         recorder.add(blocks=int(len(draft.tokens) > 0))
-        with recorder.timed("seconds_target"), target._optimize_model_for_decode(), skinny_linear(target):
+        with recorder.timed("seconds_target"), target._optimize_model_for_decode():
             outputs = target_step(target, forward, input_ids, draft.tokens, model_kwargs)
     recorder.add(plain_calls=int(not candidates.working))
     for layer in cache.layers:

@@ -18,7 +18,7 @@ PACKAGE = "flashmap_hf"
 # modules may also import one another, without a cycle. Planned modules stand here before they exist.
 LAYERS: tuple[tuple[str, ...], ...] = (
     # These import nothing of ours.
-    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "skinny_linear"),
+    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics"),
     ("devices", "prompts"),
     ("configuration_flashmap", "generation_config"),
     ("conditioning", "velocity", "head", "compatibility", "loading"),

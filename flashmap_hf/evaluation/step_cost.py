@@ -8,7 +8,6 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from transformers import PreTrainedModel
 
 from flashmap_hf import targets
 from flashmap_hf.provenance import provenance
-from flashmap_hf.skinny_linear import skinny_linear
 
 CONTEXT = 128  # tokens in the cache while measuring
 
 
 @torch.inference_mode()
 def measure(target: PreTrainedModel, tokens: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Milliseconds of a forward, median and quartiles, as `generate` runs it and as our loop runs it (`ours`)."""
+    """Milliseconds of a forward, median and quartiles, and as a multiple of the forward of one token."""
     vocabulary = target.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
 
@@ -33,27 +31,21 @@ def measure(target: PreTrainedModel, tokens: Sequence[int], rounds: int) -> dict
 
     cache = target(ids(CONTEXT), use_cache=True).cache
     cache.activate_past_recording()
-    blocks: dict[str, AbstractContextManager[Any]] = {}
-    samples: dict[tuple[str, int], list[float]] = {}
+    samples: dict[int, list[float]] = {}
     for round_index in range(rounds + 1):
         for count in tokens:
-            for name in ("stock", "ours"):
-                blocks[name] = skinny_linear(target) if name == "ours" else nullcontext()
-                inputs = ids(count)
-                start = time.perf_counter()
-                with blocks[name]:
-                    target(inputs, cache=cache, use_cache=True)
-                seconds = time.perf_counter() - start
-                cache.crop(-count)
-                if round_index > 0:  # the first round warms up
-                    samples.setdefault((name, count), []).append(seconds * 1e3)
-    plain = statistics.median(samples["stock", 1])
+            inputs = ids(count)
+            start = time.perf_counter()
+            target(inputs, cache=cache, use_cache=True)
+            seconds = time.perf_counter() - start
+            cache.crop(-count)
+            if round_index > 0:  # the first round warms up
+                samples.setdefault(count, []).append(seconds * 1e3)
+    plain = statistics.median(samples[1])
     rows = []
-    for (name, count), values in sorted(samples.items()):
+    for count, values in sorted(samples.items()):
         low, middle, high = statistics.quantiles(values, n=4)
-        rows.append(
-            {"loop": name, "tokens": count, "ms": middle, "ms_quartiles": [low, high], "plain_steps": middle / plain}
-        )
+        rows.append({"tokens": count, "ms": middle, "ms_quartiles": [low, high], "plain_steps": middle / plain})
     return {"dtype": str(target.dtype).removeprefix("torch."), "rounds": rounds, "context": CONTEXT, "rows": rows}
 
 
@@ -65,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    if 1 not in args.tokens or min(args.tokens) < 1 or args.rounds < 2:
+        parser.error("--tokens must hold 1, the unit, and --rounds must be at least 2")
     results = []
     for dtype in args.dtypes:
         target, _ = targets.load(args.target, dtype=dtype)

@@ -36,8 +36,8 @@ def test_every_count_is_measured_in_plain_steps(tmp_path: Path) -> None:
     )
     record = json.loads(out.read_text())
     (result,) = record["results"]
-    assert {(r["loop"], r["tokens"]) for r in result["rows"]} == {(n, t) for n in ("stock", "ours") for t in (1, 3)}
-    plain = next(r["ms"] for r in result["rows"] if (r["loop"], r["tokens"]) == ("stock", 1))
+    assert [r["tokens"] for r in result["rows"]] == [1, 3]
+    plain = result["rows"][0]["ms"]
     for row in result["rows"]:
         assert row["ms_quartiles"][0] <= row["ms"] <= row["ms_quartiles"][1]
         assert row["plain_steps"] == row["ms"] / plain
