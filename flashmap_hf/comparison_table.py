@@ -39,7 +39,7 @@ def comparison_table(comparison: Comparison) -> Table:
         "blocks that kept their first 1, 2, ... tokens. Step: one forward of the target.",
         box=box.SIMPLE,
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)  # long numbers wrap, labels do not
     for prompt in comparison.prompts:
         table.add_column(prompt.name)
     for label, cell in ROWS.items():
@@ -50,6 +50,8 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def spread(value: Spread, digits: int = 1) -> str:
+    """median (lowest-highest); large numbers without decimals."""
+    digits = 0 if value.highest >= 1000 else digits
     return f"{value.median:.{digits}f} ({value.lowest:.{digits}f}-{value.highest:.{digits}f})"
 
 

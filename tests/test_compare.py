@@ -263,3 +263,14 @@ def test_names_are_hub_ids_or_the_last_part_of_a_path(tmp_path):
     assert compare_module.public_name(model) == tmp_path.name
     model.name_or_path = "owner/name"
     assert compare_module.public_name(model) == "owner/name"
+
+
+def test_long_numbers_do_not_break_the_labels(untrained):
+    """A fast target on a fast machine: its rates are wider than the columns."""
+    fast = Spread(median=123456.7, lowest=98765.4, highest=234567.8)
+    prompts = [
+        dataclasses.replace(p, plain_tokens_per_second=fast, flashmap_tokens_per_second=fast) for p in untrained.prompts
+    ]
+    lines = text_of(dataclasses.replace(untrained, prompts=prompts)).splitlines()
+    for label in ROWS:
+        assert any(line.strip().startswith(label.strip()) for line in lines), label
