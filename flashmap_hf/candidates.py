@@ -21,7 +21,7 @@ from flashmap_hf.conditioning import ContextWindow, tap
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
-from flashmap_hf.verification import draw
+from flashmap_hf.verification import draw, first_argmax
 
 # They keep the most likely token where it is: the argmax of a draft is the same with and without them.
 ARGMAX_INVARIANT = (
@@ -135,9 +135,10 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             return Draft(input_ids.new_empty(0))
         if self.rule == "rejection" or self.argmax_processors:
             return self._processed(input_ids, logits)
-        confidence, best = logits.softmax(-1).max(-1)
-        size = self._confident(confidence.cpu())
-        return Draft(self.drafter.head.target_ids(best[:size]).to(input_ids.device))
+        best = first_argmax(logits)
+        if self.options.assistant_confidence_threshold > 0.0:  # else nobody reads the confidences
+            best = best[: self._confident(logits.softmax(-1).amax(-1).cpu())]
+        return Draft(self.drafter.head.target_ids(best).to(input_ids.device))
 
     def _forward(self, anchor: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:  # [1], [K] -> [1, K, N]
         config, device = self.drafter.config, self.drafter.device

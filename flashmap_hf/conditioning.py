@@ -57,7 +57,3 @@ class ContextWindow:
             taps = torch.cat([self.taps[:, -kept:], taps], dim=1)
         # a slice would keep the whole prefill's hidden states alive
         self.taps = taps.clone() if taps._base is not None else taps
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.taps is None else self.taps.numel() * self.taps.element_size()

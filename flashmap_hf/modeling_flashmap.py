@@ -151,7 +151,6 @@ class FlashMapDrafter(PreTrainedModel):
         u: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
-        block_size: int | None = None,
         num_steps: int | None = None,
     ) -> FlashMapOutput:
         """Draft one block.
@@ -163,14 +162,13 @@ class FlashMapDrafter(PreTrainedModel):
             u: `[B, K]` noise of the quantile coupling (0 = greedy); None hides it from the network.
             noise: `[B, K, D]` Gaussian, `coupling="independent"` only.
             mask: `[B, W]`, False where a position does not exist (left side).
-            block_size: draft fewer than `config.block_size` tokens.
             num_steps: overrides the config's: 1 Euler step or 2 (midpoint).
 
         Returns:
             `FlashMapOutput` with `z_1` `[B, K, D]` and `logits` `[B, K, N]`.
         """
         batch, window = taps.shape[:2]
-        slots = block_size or self.config.block_size
+        slots = self.config.block_size
         context = self.context_keys_values(taps, torch.arange(window, device=taps.device)[None])
         anchor_positions = torch.full((batch,), window, device=taps.device)
         z_0 = self.prior(u, noise, batch, slots)

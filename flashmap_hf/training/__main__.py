@@ -18,8 +18,9 @@ from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.provenance import provenance
 from flashmap_hf.training.answers import read_answers
+from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import Manifest, SequenceFeatures, make_features, read_shard
-from flashmap_hf.training.trainer import TrainConfig, Trainer
+from flashmap_hf.training.trainer import Trainer
 
 HELD_OUT = 64  # greedy answers that no block is taken from
 

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +15,12 @@ from flashmap_hf.flow import interpolate
 from flashmap_hf.modeling_flashmap import FlashMapDrafter, KeyValues
 from flashmap_hf.training import checkpoint
 from flashmap_hf.training.blocks import BlockBatch, draw_u, epoch_batches, make_batch
+from flashmap_hf.training.config import TrainConfig, learning_rate_scale
 from flashmap_hf.training.features import SequenceFeatures
 from flashmap_hf.training.losses import BlockLoss, block_loss
 from flashmap_hf.training.muon import Muon
 
 COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """Options of a run.
-
-    max_minutes: wall-clock budget over all resumes; the learning rate decays to zero at its end.
-    runs, run_length: a batch is `runs` runs of `run_length` consecutive anchors.
-    muon_lr, adam_lr: peak rates for matrices and for everything else; warmup, decay: shares of the budget.
-    start_share: share of runs at time s = 0; the rest draw s from U[0, 0.9).
-    hide_share: share of the sampled blocks whose noise u is hidden.
-    ema: decay of the averaged weights per step; checkpoint_minutes: time between checkpoints.
-    """
-
-    max_minutes: float = 60.0
-    runs: int = 24
-    run_length: int = 16
-    muon_lr: float = 0.02
-    adam_lr: float = 1e-3
-    weight_decay: float = 0.01
-    ns_steps: int = 3
-    warmup: float = 0.02
-    decay: float = 0.4
-    clip: float = 1.0
-    position_decay: float = 0.85
-    velocity_weight: float = 0.1
-    start_share: float = 0.85
-    hide_share: float = 0.2
-    ema: float = 0.995
-    checkpoint_minutes: float = 5.0
-    seed: int = 0
-
-
-def learning_rate_scale(progress: float, warmup: float, decay: float) -> float:
-    """Trapezoid over the budget: up, flat, then linearly down to zero."""
-    return max(0.0, min(1.0, progress / warmup if warmup else 1.0, (1 - progress) / decay if decay else 1.0))
 
 
 def shared_context(drafter: FlashMapDrafter, batch: BlockBatch, window: int) -> tuple[KeyValues, torch.Tensor]:
@@ -168,7 +132,7 @@ class Trainer:
     # the run
 
     def run(self) -> None:
-        """Train until the budget is spent; resumes from the folder's checkpoint when there is one."""
+        """Train until the budget is spent, resuming from the folder's checkpoint; `evaluate` measures the result."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.load_checkpoint()
         config, drafter = self.config, self.drafter
@@ -198,10 +162,11 @@ class Trainer:
                         )
                     if self.seconds - saved > config.checkpoint_minutes * 60 or self.seconds >= budget:
                         self.save_checkpoint()
+                        saved = self.seconds
+                        if self.seconds >= budget:
+                            return
                         self.evaluate()
-                        saved, last = self.seconds, time.monotonic()
-                    if self.seconds >= budget:
-                        return
+                        last = time.monotonic()
                 self.epoch, self.batch_in_epoch = self.epoch + 1, 0
 
     def log(self, batch: BlockBatch, result: BlockLoss, scale: float) -> None:
@@ -215,9 +180,9 @@ class Trainer:
         )  # fmt: skip
 
     def history(self) -> list[dict[str, Any]]:
-        """The log's held-out rows, oldest first."""
+        """The log's held-out rows, oldest first; one per step, since a resumed run may measure a step again."""
         rows = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
-        return [row for row in rows if "held_out_tokens_per_step" in row]
+        return list({row["step"]: row for row in rows if "held_out_tokens_per_step" in row}.values())
 
     def write_log(self, row: dict[str, object]) -> None:
         with (self.folder / "log.jsonl").open("a") as lines:

@@ -9,11 +9,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flashmap_hf
-from flashmap_hf import FlashMapConfig, FlashMapDrafter
+from flashmap_hf import FlashMapDrafter
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.blocks import draw_u, make_batch
+from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import SequenceFeatures, compute
-from flashmap_hf.training.trainer import TrainConfig, Trainer, learning_rate_scale, shared_context
+from flashmap_hf.training.trainer import Trainer, shared_context
 
 TAPS = [2, 4]
 
@@ -134,11 +135,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(
         trainer.train_step(batch, 1.0, torch.Generator())
 
 
-def test_learning_rate_is_a_trapezoid() -> None:
-    scales = [learning_rate_scale(p, 0.1, 0.5) for p in (0.0, 0.05, 0.1, 0.4, 0.75, 1.0, 1.2)]
-    assert scales == pytest.approx([0.0, 0.5, 1.0, 1.0, 0.5, 0.0, 0.0])
-
-
 def test_nothing_to_train_on(target: LlamaForCausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sequences is empty"):
         Trainer(
@@ -159,24 +155,3 @@ def test_a_checkpoint_brings_its_own_draft_vocabulary(
     assert trainer.load_checkpoint()
     assert torch.equal(trainer.rows, target.get_output_embeddings().weight[5:15])
     assert trainer.to_draft[5:15].tolist() == list(range(10)) and trainer.to_draft[0] == -100
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("block_size", 2), ("window", 3), ("num_hidden_layers", 1), ("coupling", "independent")]
-)
-def test_a_run_is_not_resumed_with_another_drafter(
-    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path, name: str, value: object
-) -> None:
-    trainer_for(target, build(target), sequences, tmp_path).save_checkpoint()
-    fields = build(target).config.to_dict() | {name: value}
-    other = trainer_for(target, FlashMapDrafter(FlashMapConfig.from_dict(fields)), sequences, tmp_path)
-    with pytest.raises(ValueError, match=rf"holds a run with {name}=\w+, not {value}"):
-        other.load_checkpoint()
-
-
-@pytest.mark.parametrize("options", [{"runs": 0}, {"run_length": 0}, {"runs": 10_000}])
-def test_sizes_that_make_no_batch_are_refused(
-    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path, options: dict[str, int]
-) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        trainer_for(target, build(target), sequences, tmp_path, **options).run()
