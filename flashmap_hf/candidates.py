@@ -125,22 +125,22 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         size = min(self.options.num_assistant_tokens, room)
         if size < 1 or not self.working or self.context.taps is None:
             return Draft(input_ids.new_empty(0))
-        logits = self._forward(input_ids[:, -1], u)[0, :size].float()  # [k, N]
-        if not bool(logits.isfinite().all()):
-            self.working = False
-            warnings.warn(
-                "The drafter's logits are not finite: this call goes on without it (check its dtype and weights).",
-                stacklevel=2,
-            )
+        head = self.drafter.head
+        output = self._forward(input_ids[:, -1], u)
+        logits = output.logits[0, :size].float()  # [k, N]
+        processed = self.rule == "rejection" or len(self.argmax_processors) > 0
+        if head.transition is not None and not processed:
+            logits = self._followed(input_ids[0, -1], logits, output.z_1[0, :size])
+        if not self._finite(logits):
             return Draft(input_ids.new_empty(0))
-        if self.rule == "rejection" or self.argmax_processors:
-            return self._processed(input_ids, logits)
+        if processed:
+            return self._processed(input_ids, logits, output.z_1)
         best = first_argmax(logits)
         if self.options.assistant_confidence_threshold > 0.0:  # else nobody reads the confidences
             best = best[: self._confident(logits.softmax(-1).amax(-1).cpu())]
-        return Draft(self.drafter.head.target_ids(best).to(input_ids.device))
+        return Draft(head.target_ids(best).to(input_ids.device))
 
-    def _forward(self, anchor: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:  # [1], [K] -> [1, K, N]
+    def _forward(self, anchor: torch.Tensor, u: torch.Tensor | None) -> Any:  # [1], [K] -> FlashMapOutput
         config, device = self.drafter.config, self.drafter.device
         noise = None
         if config.coupling == "independent":
@@ -154,7 +154,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             anchor = anchor.to(place)
         anchor_embeds = embeddings(anchor).to(device)
         assert self.context.taps is not None
-        output = self.drafter(
+        return self.drafter(
             self.context.taps,
             anchor_embeds,
             rows=self.rows,
@@ -162,7 +162,16 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             noise=noise,
             num_steps=self.options.num_steps,
         )
-        return output.logits
+
+    def _finite(self, logits: torch.Tensor) -> bool:
+        """Whether the drafter works; if not, warn and leave it out for the rest of the call."""
+        self.working = bool(logits.isfinite().all())
+        if not self.working:
+            warnings.warn(
+                "The drafter's logits are not finite: this call goes on without it (check its dtype and weights).",
+                stacklevel=3,
+            )
+        return self.working
 
     def _gaussian(self, slots: int) -> torch.Tensor:
         """z_0 of the independent coupling; greedy decoding is deterministic and leaves the global generator alone."""
@@ -173,16 +182,35 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             self.greedy_noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.drafter.device)
         return self.greedy_noise
 
-    def _processed(self, input_ids: torch.Tensor, logits: torch.Tensor) -> Draft:
-        """Process each position on its own drafted prefix, then draw from it (rejection) or take its argmax."""
+    def _followed(self, anchor: torch.Tensor, logits: torch.Tensor, z_1: torch.Tensor) -> torch.Tensor:
+        """Logits along the argmax path through the transition. anchor: `[]`; logits: `[k, N]`; z_1: `[k, D]`."""
+        head = self.drafter.head
+        previous = head.draft_positions(anchor.to(logits.device))
+        rows: list[torch.Tensor] = []
+        for row, z in zip(logits, z_1, strict=True):
+            rows.append(head.biased(row, z, previous))
+            previous = first_argmax(rows[-1])
+        return torch.stack(rows)
+
+    def _processed(self, input_ids: torch.Tensor, logits: torch.Tensor, z_1: torch.Tensor | None) -> Draft:
+        """Bias and process each position on its own drafted prefix, then draw from it (rejection) or take its argmax.
+
+        input_ids: `[1, T]`; logits: `[k, N]`; z_1: `[1, K, D]`, read by a transition only.
+        """
         sampled = self.rule == "rejection"
         processors: Any = self.pure_processors if sampled else LogitsProcessorList(self.argmax_processors)
-        ids = self.drafter.head.ids
+        head = self.drafter.head
+        ids = head.ids
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         confidences: list[float] = []
         prefix = input_ids
-        for row in logits:
+        for k, row in enumerate(logits):
+            if head.transition is not None:
+                assert z_1 is not None
+                row = head.biased(row, z_1[0, k], head.draft_positions(prefix[0, -1].to(row.device)))
+                if not self._finite(row):
+                    break  # the tokens so far stand: dropping them for what they led to would change the law
             scores = row.new_full((1, self.vocab_size), -torch.inf).index_fill_(1, ids, 0.0)
             scores[0, ids] = row
             scores = processors(prefix, scores.to(input_ids.device))

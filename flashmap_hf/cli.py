@@ -1,7 +1,8 @@
-"""The `flashmap` command: one parser per subcommand, one dispatcher."""
+"""The `flashmap` command: one dispatcher; each further command is a module with a dataclass `Options` and `main`."""
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -16,10 +17,22 @@ from flashmap_hf.compare import compare
 from flashmap_hf.comparison_table import print_comparison, show_text
 from flashmap_hf.devices import DTYPES, choose_dtype, default_device
 from flashmap_hf.generation_config import Verification
+from flashmap_hf.options import parse
 from flashmap_hf.provenance import provenance
 from flashmap_hf.runs import Settings, run
 
 USAGE_ERROR, INTERRUPTED, READER_GONE = 2, 130, 141
+
+# name -> module (imported when the command runs: some are slow to import), what it does
+COMMANDS = {
+    "prompts": ("training.prompts", "let a target write prompts, in its users' place"),
+    "respond": ("training.respond", "let a target answer prompts"),
+    "features": ("training.features", "one target forward per answer: what a drafter is trained on"),
+    "train": ("training.train", "train a drafter, or adapt one (--lora)"),
+    "evaluate": ("evaluation.acceptance", "measure a drafter through the real generate"),
+    "card": ("hub_card", "write a drafter's card from its measurements"),
+    "push": ("hub_push", "upload a drafter's folder to the Hub"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +44,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. What the user can mend is one line on stderr and code 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
+        if argv and argv[0] in COMMANDS:
+            module = importlib.import_module(f"flashmap_hf.{COMMANDS[argv[0]][0]}")
+            module.main(parse(module.Options, argv[1:], f"flashmap {argv[0]}", module.__doc__))
+            return 0
         args = build_parser().parse_args(argv)
         command: Callable[[argparse.Namespace], None] = args.command
         command(args)
@@ -39,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `flashmap generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains again at exit
         return READER_GONE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"flashmap: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
@@ -52,6 +70,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="flashmap", description="Flow-map speculative decoding for Hugging Face transformers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="continue a prompt, faster with a drafter, with the same law"))
+    for name, (_, what) in COMMANDS.items():  # for the list only: they parse their own arguments
+        commands.add_parser(name, help=what, add_help=False)
     return parser
 
 

@@ -38,6 +38,7 @@ class FlashMapConfig(PreTrainedConfig):
         head: `shared` (the target's unembedding, nothing stored) or `low_rank` (own D -> head_rank -> vocabulary).
         head_rank: rank of the low-rank head.
         draft_vocab_size: restrict the readout to this many ids, stored with the weights; None: the whole vocabulary.
+        transition_rank: rank of a bias on each position's logits by the token drafted before it; None: no such bias.
 
     Raises:
         ValueError: a value is out of range; the message names it.
@@ -73,6 +74,7 @@ class FlashMapConfig(PreTrainedConfig):
     head: str = "shared"
     head_rank: int | None = None
     draft_vocab_size: int | None = None
+    transition_rank: int | None = None
 
     @classmethod
     def get_config_dict(
@@ -130,6 +132,8 @@ class FlashMapConfig(PreTrainedConfig):
             )
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.num_proposable:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: must be between 1 and {self.num_proposable}.")
+        if self.transition_rank is not None and self.transition_rank < 1:
+            raise ValueError(f"transition_rank={self.transition_rank}: must be at least 1, or None for no transition.")
 
     @property
     def num_proposable(self) -> int:

@@ -1,4 +1,7 @@
-"""Endpoint -> draft logits: the target's unembedding (whole, or a draft vocabulary of it), or an own low-rank head."""
+"""Endpoint -> draft logits: the target's unembedding (whole, or a draft vocabulary of it), or an own low-rank head.
+
+A transition, where the drafter has one, biases a position's logits by the token drafted before it.
+"""
 
 import torch
 from torch import nn
@@ -32,6 +35,26 @@ def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidd
         return (torch.cat(columns) - bias).t().contiguous()
 
 
+class Transition(nn.Module):
+    """`B silu(A[y_(k-1)] + C z_1_k)`: A `[N + 1, r]`, its last row for tokens outside of the draft vocabulary."""
+
+    def __init__(self, width: int, rank: int, size: int):
+        super().__init__()
+        self.previous = nn.Embedding(size + 1, rank)
+        self.endpoint = nn.Linear(width, rank, bias=False)
+        self.readout = nn.Linear(rank, size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both inputs of the silu start with unit scale for endpoints of unit RMS; B is zero: no bias at all."""
+        nn.init.normal_(self.previous.weight)
+        nn.init.normal_(self.endpoint.weight, std=self.endpoint.in_features**-0.5)
+        nn.init.zeros_(self.readout.weight)
+
+    def forward(self, z_1: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:  # [..., D], [...] -> [..., N]
+        return self.readout(nn.functional.silu(self.previous(previous) + self.endpoint(z_1)))
+
+
 class DraftHead(nn.Module):
     """Reads draft logits off the endpoint. The shared head stores nothing of the target: its rows are passed in."""
 
@@ -42,6 +65,7 @@ class DraftHead(nn.Module):
         size = config.draft_vocab_size or config.num_proposable
         self.restricted = config.draft_vocab_size is not None
         self.size = size
+        self.vocab_size = config.vocab_size
         self.readout_scale = nn.Parameter(torch.ones(config.target_hidden_size))
         if self.restricted:
             self.register_buffer("draft_vocab_ids", torch.arange(size), persistent=True)
@@ -50,6 +74,8 @@ class DraftHead(nn.Module):
             assert config.head_rank is not None  # held by the config's validation
             self.down = nn.Linear(config.target_hidden_size, config.head_rank, bias=False)
             self.up = nn.Linear(config.head_rank, size, bias=False)
+        rank = config.transition_rank
+        self.transition = None if rank is None else Transition(config.target_hidden_size, rank, size)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -62,8 +88,39 @@ class DraftHead(nn.Module):
         """Positions in the draft vocabulary -> ids of the target, any shape."""
         return self.draft_vocab_ids[tokens] if self.restricted else tokens
 
+    def draft_positions(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the target -> positions in the draft vocabulary, N for an id outside of it; any shape.
+
+        Args:
+            token_ids: int64, in [0, vocab_size).
+        """
+        if not self.restricted:
+            return token_ids.clamp(max=self.size)
+        table = torch.full((self.vocab_size,), self.size, device=self.draft_vocab_ids.device)
+        table[self.draft_vocab_ids] = torch.arange(self.size, device=table.device)
+        return table[token_ids]
+
+    def biased(self, logits: torch.Tensor, z_1: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Marginal logits -> logits given the token before each position; as they are without a transition.
+
+        One position of a walk (`...` empty) or whole blocks with known tokens (`[B, K]`: teacher forcing) alike;
+        nothing larger than the logits is made.
+
+        Args:
+            logits: `[..., N]`, from `forward`.
+            z_1: `[..., D]`, the endpoints they were read off.
+            previous: `[...]` positions in the draft vocabulary (`draft_positions`); the anchor's at the first slot.
+
+        Returns:
+            `[..., N]`, in the wider dtype of `logits` and the weights.
+        """
+        return logits if self.transition is None else logits + self.transition(z_1, previous)
+
     def forward(self, z_1: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """z_1: `[B, K, D]`; rows: `[N, D]` of the target's unembedding (None for the low-rank head) -> `[B, K, N]`."""
+        """Marginal logits, without the transition.
+
+        z_1: `[B, K, D]`; rows: `[N, D]` of the target's unembedding (None for the low-rank head) -> `[B, K, N]`.
+        """
         scaled = z_1 * self.readout_scale
         if self.low_rank:
             return self.up(self.down(scaled))

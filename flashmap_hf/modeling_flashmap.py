@@ -25,7 +25,10 @@ KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and value
 
 @dataclass
 class FlashMapOutput(ModelOutput):
-    """z_1: `[B, K, D]`, where the flow lands; logits: `[B, K, N]` over the draft vocabulary (`head.ids`)."""
+    """z_1: `[B, K, D]`, where the flow lands; logits: `[B, K, N]` over the draft vocabulary (`head.ids`).
+
+    The logits are marginal: what a transition adds depends on the tokens drafted, see `DraftHead.biased`.
+    """
 
     z_1: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -34,6 +37,7 @@ class FlashMapOutput(ModelOutput):
 class FlashMapDrafter(PreTrainedModel):
     """Maps noise to the representations of the next K tokens in one pass, conditioned on the target's hidden states."""
 
+    prior_direction: torch.Tensor
     config: FlashMapConfig
     config_class = FlashMapConfig
     base_model_prefix = "drafter"
@@ -54,7 +58,7 @@ class FlashMapDrafter(PreTrainedModel):
         self.z_proj = nn.Linear(config.target_hidden_size, width, bias=False)
         self.slot_embedding = nn.Parameter(torch.zeros(config.block_size + 1, width))
         self.noise_embedding = NoiseEmbedding(config)
-        self.prior_direction = nn.Parameter(torch.zeros(config.target_hidden_size), requires_grad=False)
+        self.register_buffer("prior_direction", torch.zeros(config.target_hidden_size))  # not trained, but saved
         self.layers = nn.ModuleList([SlotLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.endpoint_proj = (
@@ -78,6 +82,8 @@ class FlashMapDrafter(PreTrainedModel):
             nn.init.zeros_(module.hidden_u)
         elif isinstance(module, DraftHead):
             nn.init.ones_(module.readout_scale)
+            if module.transition is not None:  # not visited itself: transformers skips modules without own parameters
+                module.transition.reset_parameters()
 
     # context -> keys and values, once per committed position
 

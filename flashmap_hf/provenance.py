@@ -1,5 +1,6 @@
 """Where a number comes from: commit, versions, command, machine, time."""
 
+import json
 import platform
 import shlex
 import subprocess
@@ -49,7 +50,8 @@ def _version(package: str) -> str | None:
 
 def provenance() -> dict[str, Any]:
     """JSON-ready record of this run. Paths in the command are cut to their last part: they are the machine's own."""
-    command = [Path(part).name if "/" in part else part for part in sys.argv]
+    program = ["python", "-m", "flashmap_hf"] if Path(sys.argv[0]).name == "__main__.py" else [Path(sys.argv[0]).name]
+    command = program + [Path(part).name if "/" in part else part for part in sys.argv[1:]]
     machine = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -64,3 +66,10 @@ def provenance() -> dict[str, Any]:
         "machine": machine,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write `record` and its provenance as JSON, aside first: what stood there before is never half overwritten."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(json.dumps({"provenance": provenance()} | record, indent=1, allow_nan=False) + "\n")
+    aside.replace(path)

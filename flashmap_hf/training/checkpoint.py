@@ -12,7 +12,10 @@ from flashmap_hf.configuration_flashmap import FlashMapConfig
 
 MARKER = "state.json"
 SUFFIX = "state.safetensors"
-SHAPE = ("block_size", "window", "num_hidden_layers", "coupling", "draft_vocab_size", "tap_layers")
+SHAPE = (
+    "block_size", "window", "num_hidden_layers", "hidden_size", "coupling", "draft_vocab_size", "head_rank",
+    "transition_rank", "tap_layers",
+)  # fmt: skip
 
 
 def shape(config: FlashMapConfig) -> dict[str, Any]:

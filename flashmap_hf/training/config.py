@@ -1,59 +1,117 @@
 """TrainConfig: every option of a training run, which is also its command line; and the schedule that it describes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from flashmap_hf.options import option
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a run.
-
-    max_minutes: wall-clock budget over all resumes; the learning rate decays to zero at its end.
-    runs, run_length: a batch is `runs` runs of `run_length` consecutive anchors.
-    muon_lr, adam_lr: peak rates for matrices and for everything else; warmup, decay: shares of the budget.
-    ns_steps: Newton-Schulz steps of Muon; clip: gradient norm of what AdamW moves (Muon does not see the norm).
-    position_decay, velocity_weight: weights of the losses, see `losses.block_loss`.
-    start_share: share of blocks at time s = 0; the rest draw s from U[0, 0.9).
-    hide_share: share of the sampled blocks whose noise u is hidden.
-    ema: decay of the averaged weights per step; checkpoint_minutes: time between checkpoints.
+    """Options of a run. What each is for stands beside it, and in `flashmap train --help`.
 
     Raises:
-        ValueError: a value is out of range; names it.
+        ValueError: a value is out of range, or two options exclude each other; names them.
     """
 
-    max_minutes: float = 60.0
-    runs: int = 24
-    run_length: int = 16
-    muon_lr: float = 0.02
-    adam_lr: float = 1e-3
-    weight_decay: float = 0.01
-    ns_steps: int = 3
-    warmup: float = 0.02
-    decay: float = 0.4
-    clip: float = 1.0
-    position_decay: float = 0.85
-    velocity_weight: float = 0.1
-    start_share: float = 0.85
-    hide_share: float = 0.2
-    ema: float = 0.995
-    checkpoint_minutes: float = 5.0
-    seed: int = 0
+    out: Path = option(help="folder of the run: checkpoints, log and drafter; a run in it is resumed")
+    target: str = option("smollm2-135m-instruct", "an embedded target, a folder or a Hub id")
+    # data: one of the two
+    features: list[Path] = option(factory=list, help="folders of `flashmap features`")
+    answers: Path | None = option(None, "with --online: answers to make features of while training")
+    online: bool = option(False, "no feature files: one target forward per answer and epoch, where disk is short")
+    held_out: int = option(64, "greedy answers to measure on, and half as many sampled ones; no block comes from them")
+    # the drafter: its shape, or one to start from
+    drafter: str | None = option(None, "start from this drafter's weights (folder or Hub id), and keep its shape")
+    lora: int | None = option(None, "adapt --drafter by low-rank adapters of this rank, with peft")
+    merge: bool = option(False, "with --lora: also write the drafter with the adapter merged in")
+    layers: int = option(4, "layers of the velocity network")
+    hidden_size: int | None = option(None, "its width (default: the target's)")
+    block_size: int = option(5, "K, tokens drafted in one pass")
+    window: int = option(16, "W, committed positions that condition a block")
+    draft_vocab: int = option(8192, "tokens that the drafter can propose, the most frequent ones; 0: all")
+    coupling: Literal["quantile", "independent"] = option("quantile", "what z_0 is: the target's own noise, or another")
+    head_rank: int | None = option(None, "a low-rank head of its own of this rank (default: the target's unembedding)")
+    transition_rank: int | None = option(None, "rank of the bias from the previously drafted token (default: none)")
+    # budget
+    max_minutes: float | None = option(None, "wall-clock budget over all resumes (default: 60, without --max-steps)")
+    max_steps: int | None = option(None, "budget in steps; with both, what is spent first ends the run")
+    patience: int = option(0, "stop after so many measurements without a better one, keep the best; 0: never")
+    checkpoint_minutes: float = option(5.0, "time between checkpoints, with a measurement each")
+    # batches
+    runs: int = option(24, "a batch is so many runs of consecutive anchors, on each process")
+    run_length: int = option(16, "anchors of a run; they share the context, which is computed once")
+    hide_share: float = option(0.2, "share of the sampled blocks whose noise u is hidden from the network")
+    start_share: float = option(0.85, "share of the blocks at time s = 0; the others draw s from U[0, 0.9)")
+    # losses
+    cross_entropy: float = option(1.0, "weight of the cross-entropy at the endpoint")
+    velocity: float = option(0.1, "weight of the flow-matching velocity loss")
+    kl: float = option(0.0, "weight of KL(target || drafter), where the noise is hidden or zero")
+    position_decay: float = option(0.85, "position k weighs this to the power k - 1, in every loss")
+    # optimisers
+    optimiser: Literal["muon", "adamw"] = option("muon", "for matrices; everything else has AdamW")
+    muon_lr: float = option(0.02, "peak rate of Muon")
+    adam_lr: float = option(1e-3, "peak rate of AdamW")
+    weight_decay: float = option(0.01, "of the matrices")
+    ns_steps: int = option(3, "Newton-Schulz steps of Muon")
+    clip: float = option(1.0, "gradient norm of what AdamW moves (Muon does not see the norm)")
+    warmup: float = option(0.02, "share of the budget in which the rates rise")
+    decay: float = option(0.4, "share of the budget in which they fall to zero, at its end")
+    ema: float = option(0.995, "decay of the averaged weights per step; they are what is measured and saved")
+    precision: Literal["auto", "no", "bf16"] = option("auto", "autocast; auto: bf16 where it is native")
+    # report
+    log_steps: int = option(20, "steps between two lines of log.jsonl")
+    report_to: Literal["auto", "none", "trackio", "tensorboard"] = option("auto", "auto: the first that is installed")
+    seed: int = option(0, "of weights, order and noise")
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_minutes",
-            "runs",
-            "run_length",
-            "muon_lr",
-            "adam_lr",
-            "ns_steps",
-            "clip",
-            "checkpoint_minutes",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be greater than 0.")
+        if self.online != (self.answers is not None) or self.online == bool(self.features):
+            raise ValueError("Train on --features FOLDER, or on --answers FILE with --online.")
+        if (self.lora is not None and self.drafter is None) or (self.merge and self.lora is None):
+            raise ValueError("--lora adapts a drafter: name it with --drafter. --merge goes with --lora.")
+        for name in ("max_minutes", "max_steps", "runs", "run_length", "muon_lr", "adam_lr", "ns_steps", "clip",
+                     "checkpoint_minutes", "log_steps", "lora", "layers", "hidden_size", "block_size", "window",
+                     "head_rank", "transition_rank"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value}: must be greater than 0.")
         for name in ("warmup", "decay", "start_share", "hide_share", "ema", "position_decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie between 0 and 1.")
+        for name in ("cross_entropy", "velocity", "kl", "weight_decay", "held_out", "patience", "draft_vocab", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or greater.")
+        if self.cross_entropy == self.velocity == self.kl == 0.0:
+            raise ValueError("cross_entropy, velocity and kl are all 0: there is no loss to train with.")
+
+    @property
+    def minutes(self) -> float | None:
+        """The budget in minutes, None where steps alone decide."""
+        return 60.0 if self.max_minutes is None and self.max_steps is None else self.max_minutes
+
+    def progress(self, seconds: float, step: int) -> float:
+        """The share of the budget that is spent; 1 or more: the run is over."""
+        shares = [
+            seconds / (60 * self.minutes) if self.minutes else 0.0,
+            step / self.max_steps if self.max_steps else 0.0,
+        ]
+        return max(shares)
+
+    def record(self) -> dict[str, Any]:
+        """JSON-ready, without the paths of this machine."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, list):
+                return [plain(item) for item in value]
+            return value.name if isinstance(value, Path) else value
+
+        values = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return values | {name: Path(values[name]).name for name in ("target", "drafter") if is_folder(values[name])}
+
+
+def is_folder(name: str | None) -> bool:
+    return name is not None and Path(name).is_dir()
 
 
 def learning_rate_scale(progress: float, warmup: float, decay: float) -> float:

@@ -1,71 +1,33 @@
-"""Answers -> features: one target forward per answer; taps, tokens and quantile intervals in safetensors shards.
+"""`flashmap features`: one target forward per answer; taps, argmax and quantile intervals in shards with a manifest.
 
 Of the prompt only the last `context` positions are kept: no drafter window reaches further.
 The manifest is written after each shard: a killed run resumes at the first answer that no shard holds.
 """
 
-import hashlib
-import json
+import random
+import shutil
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from rich.console import Console
+from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from flashmap_hf.conditioning import tap
-from flashmap_hf.training.answers import Answer
+from flashmap_hf import targets
+from flashmap_hf.conditioning import default_tap_layers, tap
+from flashmap_hf.devices import choose_dtype, default_device
+from flashmap_hf.options import option
+from flashmap_hf.provenance import write_record
+from flashmap_hf.training.answers import Answer, read_answers
+from flashmap_hf.training.shards import MANIFEST, Manifest, SequenceFeatures, write_shard
 from flashmap_hf.verification import quantile_interval
 
-MANIFEST = "manifest.json"
-
-
-@dataclass
-class Manifest:
-    """What a feature folder holds. `shards` rows: file, answers, tokens, bytes, sha256."""
-
-    target: str
-    target_hidden_size: int
-    tap_layers: list[int]
-    context: int
-    dtype: str
-    skipped_empty: int = 0
-    skipped_long: int = 0
-    shards: list[dict[str, int | str]] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        aside = folder / (MANIFEST + ".tmp")
-        aside.write_text(json.dumps(asdict(self), indent=1))
-        aside.replace(folder / MANIFEST)
-
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        if not (folder / MANIFEST).is_file():
-            raise OSError(
-                f"{folder} holds no {MANIFEST}: make the features first (python -m flashmap_hf.training features)."
-            )
-        try:
-            return cls(**json.loads((folder / MANIFEST).read_text()))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{folder / MANIFEST} is damaged ({error}): delete {folder} and make them again."
-            ) from error
-
-
-@dataclass(frozen=True)
-class SequenceFeatures:
-    """One answer. P kept prompt positions, R response tokens; position i holds token i and the hidden states at i.
-
-    taps `[P + R, N * D]`; tokens `[P + R]` int32; f_left, f_right `[R]` float64, the quantile interval of each response
-    token under the target at the answer's temperature (both 0 when the answer is greedy); first = P.
-    """
-
-    taps: torch.Tensor
-    tokens: torch.Tensor
-    f_left: torch.Tensor
-    f_right: torch.Tensor
-    first: int
+ROWS = 32  # logits are read so many positions at a time: a whole answer's do not fit the processor's cache
+LEAST_AGREEMENT = 0.5  # greedy answers of the same target in another dtype agree nearly everywhere
 
 
 @torch.inference_mode()
@@ -74,74 +36,64 @@ def compute(target: PreTrainedModel, answer: Answer, tap_layers: Sequence[int], 
     prompt, response = answer.prompt_ids, answer.response_ids
     ids = torch.tensor([prompt + response], device=target.device)
     sampled = answer.temperature > 0
-    output = target(
-        ids,
-        output_hidden_states=list(tap_layers),
-        logits_to_keep=len(response) + 1 if sampled else 1,
-        use_cache=False,
-    )
+    output = target(ids, output_hidden_states=list(tap_layers), logits_to_keep=len(response) + 1, use_cache=False)
     kept = min(context, len(prompt))
     taps = tap(output.hidden_states, tap_layers)[0, len(prompt) - kept :].to(torch.bfloat16)
-    if sampled:
-        tokens = ids[0, len(prompt) :]
-        f_left, f_right = quantile_interval(output.logits[0, :-1].float() / answer.temperature, tokens)
-    else:
-        f_left = f_right = torch.zeros(len(response), dtype=torch.float64)
-    tokens = ids[0, len(prompt) - kept :].to(torch.int32)
-    return SequenceFeatures(taps.cpu(), tokens.cpu(), f_left.double().cpu(), f_right.double().cpu(), kept)
+    answered = ids[0, len(prompt) :]
+    logits = output.logits[0, -len(response) - 1 : -1]  # a target may not know logits_to_keep
+    argmax, left, right = [], [], []
+    for rows, tokens in zip(logits.split(ROWS), answered.split(ROWS), strict=True):
+        argmax.append(rows.argmax(-1))
+        if sampled:
+            lower, upper = quantile_interval(rows.float() / answer.temperature, tokens)
+            left.append(lower)
+            right.append(upper)
+    nothing = torch.zeros(len(response), dtype=torch.float64)
+    return SequenceFeatures(
+        taps=taps.cpu(),
+        tokens=ids[0, len(prompt) - kept :].to(torch.int32).cpu(),
+        argmax=torch.cat(argmax).to(torch.int32).cpu(),
+        f_left=torch.cat(left).double().cpu() if sampled else nothing,
+        f_right=torch.cat(right).double().cpu() if sampled else nothing,
+        first=kept,
+    )
 
 
-def write_shard(path: Path, sequences: list[SequenceFeatures]) -> dict[str, int | str]:
-    """Write aside, then rename; returns the shard's row of the manifest."""
-    tensors = {
-        "taps": torch.cat([s.taps for s in sequences]),
-        "tokens": torch.cat([s.tokens for s in sequences]),
-        "f_left": torch.cat([s.f_left for s in sequences]),
-        "f_right": torch.cat([s.f_right for s in sequences]),
-        "first": torch.tensor([s.first for s in sequences]),
-        "length": torch.tensor([len(s.tokens) for s in sequences]),
-    }
-    aside = path.with_suffix(".tmp")
-    save_file(tensors, aside)
-    digest = hashlib.sha256(aside.read_bytes()).hexdigest()
-    aside.replace(path)
-    return {
-        "file": path.name,
-        "answers": len(sequences),
-        "tokens": int(tensors["f_left"].numel()),
-        "bytes": path.stat().st_size,
-        "sha256": digest,
-    }
-
-
-def read_shard(folder: Path, row: dict[str, int | str]) -> list[SequenceFeatures]:
-    """Read one shard and check it against its row of the manifest.
+def check_answers(
+    target: PreTrainedModel, answers: Iterable[Answer], max_length: int
+) -> tuple[list[Answer], dict[str, int]]:
+    """The answers that a block can be taken from, and how many were left out for being empty or too long.
 
     Raises:
-        OSError: the file is missing, truncated or has another checksum.
+        ValueError: none is left, or one holds a token that the target does not have.
     """
-    path = folder / str(row["file"])
-    if not path.is_file() or path.stat().st_size != row["bytes"]:
-        raise OSError(
-            f"{path} is missing or truncated; delete it and its row in {MANIFEST} and make the features again."
-        )
-    if hashlib.sha256(path.read_bytes()).hexdigest() != row["sha256"]:
-        raise OSError(f"{path} does not have the checksum in {MANIFEST}; delete both and make the features again.")
-    tensors = load_file(path)
-    sequences, position, response = [], 0, 0
-    for first, length in zip(tensors["first"].tolist(), tensors["length"].tolist(), strict=True):
-        count = length - first
-        sequences.append(
-            SequenceFeatures(
-                tensors["taps"][position : position + length],
-                tensors["tokens"][position : position + length],
-                tensors["f_left"][response : response + count],
-                tensors["f_right"][response : response + count],
-                first,
+    rows = list(answers)
+    kept = [a for a in rows if len(a.response_ids) > 1]
+    usable = [a for a in kept if len(a.prompt_ids) + len(a.response_ids) <= max_length]
+    skipped = {"empty": len(rows) - len(kept), "long": len(kept) - len(usable)}
+    vocab_size = target.config.get_text_config().vocab_size
+    for answer in usable:
+        if (largest := max(answer.prompt_ids + answer.response_ids)) >= vocab_size:
+            raise ValueError(
+                f"Answer {answer.id} holds token {largest}, {target.config.name_or_path} has {vocab_size}: "
+                "another model's? Let this target answer (flashmap respond)."
             )
+    if not usable:
+        raise ValueError(
+            f"No answer is left: {skipped['long']} exceed max_length={max_length}, {skipped['empty']} are empty."
         )
-        position, response = position + length, response + count
-    return sequences
+    return usable, skipped
+
+
+def check_room(folder: Path, answers: Sequence[Answer], width: int, context: int) -> None:
+    """Raise OSError where the features of `answers` (taps of `width` numbers) do not fit the disk."""
+    positions = sum(min(context, len(a.prompt_ids)) + len(a.response_ids) for a in answers)
+    needed, free = positions * (2 * width + 24), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{folder} has {free / 2**30:.1f} GiB free, the features need {needed / 2**30:.1f} GiB: make room, use "
+            "--limit, or train with --online, which needs no files."
+        )
 
 
 def make_features(
@@ -158,42 +110,92 @@ def make_features(
 
     Raises:
         ValueError: no answer is left after dropping empty and too long ones, one holds a token that the target lacks,
-            or the folder holds other features.
-        OSError: the folder cannot be written.
+            the greedy ones are another model's, or the folder holds other features.
+        OSError: the folder cannot be written, or the disk is too small.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fresh = Manifest(
-        target.config.name_or_path or "",
-        target.config.get_text_config().hidden_size,
-        list(tap_layers),
-        context,
-        "bfloat16",
-    )
+    name, hidden_size = target.config.name_or_path or "", target.config.get_text_config().hidden_size
+    fresh = Manifest(name, hidden_size, list(tap_layers), context, "bfloat16")
     manifest = Manifest.read(folder) if (folder / MANIFEST).is_file() else fresh
-    for name in ("target", "target_hidden_size", "tap_layers", "context"):
-        if getattr(manifest, name) != getattr(fresh, name):
+    for part in ("target", "target_hidden_size", "tap_layers", "context"):
+        if getattr(manifest, part) != getattr(fresh, part):
             raise ValueError(
-                f"{folder} holds features with {name}={getattr(manifest, name)}, "
-                f"not {getattr(fresh, name)}: use another folder."
+                f"{folder} holds features with {part}={getattr(manifest, part)}, "
+                f"not {getattr(fresh, part)}: use another folder."
             )
-    rows = list(answers)
-    kept = [a for a in rows if len(a.response_ids) > 1]
-    usable = [a for a in kept if len(a.prompt_ids) + len(a.response_ids) <= max_length]
-    manifest.skipped_empty, manifest.skipped_long = len(rows) - len(kept), len(kept) - len(usable)
-    vocab_size = target.config.get_text_config().vocab_size
-    for answer in usable:
-        if (largest := max(answer.prompt_ids + answer.response_ids)) >= vocab_size:
-            raise ValueError(
-                f"Answer {answer.id} holds token {largest}, {fresh.target} has {vocab_size}: another model's?"
-            )
-    done = sum(int(row["answers"]) for row in manifest.shards)
-    if not usable:
-        raise ValueError(
-            f"No answer is left: {manifest.skipped_long} exceed max_length={max_length}, the rest are empty."
-        )
-    for start in range(done, len(usable), shard_size):
-        sequences = [compute(target, a, tap_layers, context) for a in usable[start : start + shard_size]]
-        manifest.shards.append(write_shard(folder / f"features-{start:07d}.safetensors", sequences))
-        manifest.write(folder)
-        print(f"features: {start + len(sequences)}/{len(usable)} answers", flush=True)
+    usable, skipped = check_answers(target, answers, max_length)
+    manifest.skipped_empty, manifest.skipped_long = skipped["empty"], skipped["long"]
+    done = manifest.total("answers")
+    check_room(folder, usable[done:], hidden_size * len(tap_layers), context)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("features", total=len(usable), completed=done)
+        for start in range(done, len(usable), shard_size):
+            sequences = []
+            for answer in usable[start : start + shard_size]:
+                sequences.append(compute(target, answer, tap_layers, context))
+                progress.advance(task)
+            check_agreement(sequences, name)
+            manifest.shards.append(write_shard(folder / f"features-{start:07d}.safetensors", sequences))
+            manifest.write(folder)
     return manifest
+
+
+def check_agreement(sequences: Sequence[SequenceFeatures], target: str) -> None:
+    """Raise ValueError where greedy answers are not what `target` would say."""
+    greedy = [s for s in sequences if not s.sampled]
+    tokens, agreeing = sum(len(s.argmax) for s in greedy), sum(s.agreeing for s in greedy)
+    if tokens and agreeing < LEAST_AGREEMENT * tokens:
+        raise ValueError(
+            f"Only {agreeing} of {tokens} tokens of greedy answers are what {target} would say: these are another "
+            "model's answers. Let this target answer (flashmap respond)."
+        )
+
+
+# --- flashmap features
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `flashmap features` can be told."""
+
+    answers: Path = option(help="JSONL(.gz) of id, temperature, prompt_ids, response_ids; or a folder of respond")
+    out: Path = option(help="folder of the shards; a run in it is resumed")
+    target: str = option("smollm2-135m-instruct", "an embedded target, a folder or a Hub id")
+    temperature: Literal["any", "greedy", "sampled"] = option("any", "which answers to take")
+    limit: int | None = option(None, "use this many answers, in a seeded order")
+    taps: list[int] = option(factory=list, help="indices of hidden states (default: four, evenly spaced)")
+    context: int = option(32, "positions of the prompt to keep: the longest window that a drafter can have")
+    max_length: int = option(2048, "answers with more tokens, prompt included, are left out")
+    shard_size: int = option(128, "answers of a shard")
+    dtype: str = option("auto", "of the target's forward: auto, float32, bfloat16, float16")
+    seed: int = option(0, "of the order")
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "context", "max_length", "shard_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1.")
+
+
+def main(options: Options) -> None:
+    start = time.monotonic()
+    answers = [a for a in read_answers(options.answers) if options.temperature in ("any", kind(a))]
+    random.Random(options.seed).shuffle(answers)
+    device = default_device()
+    target, _ = targets.load(options.target, dtype=choose_dtype(options.dtype, device), device=device)
+    taps = options.taps or default_tap_layers(target.config.get_text_config().num_hidden_layers)
+    manifest = make_features(
+        target.eval(), answers[: options.limit], options.out, taps,
+        context=options.context, max_length=options.max_length, shard_size=options.shard_size,
+    )  # fmt: skip
+    totals = {name: manifest.total(name) for name in ("answers", "sampled", "tokens", "bytes")}
+    skipped = {"empty": manifest.skipped_empty, "long": manifest.skipped_long}
+    write_record(options.out / "features.json", totals | {"skipped": skipped, "seconds": time.monotonic() - start})
+    print(
+        f"{totals['answers']} answers ({totals['sampled']} sampled), {totals['tokens']} response tokens, "
+        f"{totals['bytes'] / 2**20:.0f} MiB; skipped: {skipped['empty']} empty, {skipped['long']} too long"
+    )
+
+
+def kind(answer: Answer) -> str:
+    return "sampled" if answer.temperature > 0 else "greedy"

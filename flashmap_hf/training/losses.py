@@ -1,4 +1,4 @@
-"""Block losses: endpoint cross-entropy with position weights, and the flow-matching velocity loss."""
+"""Block losses as sums and weights, so that the parts of a batch on several processes add up to the whole's."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,19 @@ from torch import nn
 
 from flashmap_hf.flow import velocity_from_endpoint
 
+NAMES = ("cross_entropy", "velocity", "kl")
+
 
 @dataclass(frozen=True)
-class BlockLoss:
-    """total, cross_entropy, velocity: scalars; correct `[B, K]`: top draft token = label."""
+class LossSums:
+    """sums, weights `[3]` in the order of `NAMES`: a loss is its sum / its weight. correct `[B, K]`: top = label."""
 
-    total: torch.Tensor
-    cross_entropy: torch.Tensor
-    velocity: torch.Tensor
+    sums: torch.Tensor
+    weights: torch.Tensor
     correct: torch.Tensor
 
 
-def block_loss(
+def block_losses(
     logits: torch.Tensor,  # [B, K, N]
     endpoint: torch.Tensor,  # [B, K, D]
     z: torch.Tensor,  # [B, K, D], the point of the path at s
@@ -28,15 +29,25 @@ def block_loss(
     labels: torch.Tensor,  # [B, K] in the draft vocabulary, -100 where outside of it or missing
     exists: torch.Tensor,  # [B, K] a token is there
     position_decay: float,
-    velocity_weight: float,
-) -> BlockLoss:
-    """Position k weighs `position_decay ** (k - 1)`. The velocity loss is the mean of |v - (x_1 - z_0)|^2 / D."""
-    weights = position_decay ** torch.arange(labels.shape[1], device=labels.device, dtype=logits.dtype)
-    usable = weights * (labels >= 0)
-    entropies = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
-    cross_entropy = (entropies * usable).sum() / usable.sum().clamp_min(1)
-    there = weights * exists
-    errors = (velocity_from_endpoint(endpoint, z, s) - (x_1 - z_0)).square().mean(-1)
-    velocity = (errors * there).sum() / there.sum().clamp_min(1)
-    correct = (logits.argmax(-1) == labels) & exists
-    return BlockLoss(cross_entropy + velocity_weight * velocity, cross_entropy, velocity, correct)
+    target_logits: torch.Tensor | None = None,  # [B, K, N], the target's own over the draft vocabulary
+    open_noise: torch.Tensor | None = None,  # [B] the block is greedy or its noise is hidden
+) -> LossSums:
+    """Position k weighs `position_decay ** (k - 1)`.
+
+    cross_entropy: at the endpoint. velocity: the mean over D of |v - (x_1 - z_0)|^2 (flow matching). kl: KL(p || q),
+    both over the draft vocabulary, on the blocks of `open_noise`: with its noise known, a token is no longer random.
+    """
+    positions = position_decay ** torch.arange(labels.shape[1], device=labels.device, dtype=torch.float32)
+    usable, there = positions * (labels >= 0), positions * exists
+    entropies = nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    errors = (velocity_from_endpoint(endpoint.float(), z, s) - (x_1 - z_0)).square().mean(-1)
+    zero = entropies.new_zeros(())
+    kl, kl_weight = zero, zero
+    if target_logits is not None and open_noise is not None:
+        compared = there * open_noise[:, None]
+        p = target_logits.float().log_softmax(-1)
+        divergence = (p.exp() * (p - logits.float().log_softmax(-1))).sum(-1)
+        kl, kl_weight = (divergence * compared).sum(), compared.sum()
+    sums = torch.stack([(entropies * usable).sum(), (errors * there).sum(), kl])
+    weights = torch.stack([usable.sum(), there.sum(), kl_weight])
+    return LossSums(sums, weights, (logits.argmax(-1) == labels) & exists)

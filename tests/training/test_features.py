@@ -1,14 +1,17 @@
 """Features are the target's own states; shards resume, and damage is found."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 
 from flashmap_hf.conditioning import tap
 from flashmap_hf.training.answers import Answer
-from flashmap_hf.training.features import Manifest, compute, make_features, read_shard
+from flashmap_hf.training.features import check_room, compute, make_features
+from flashmap_hf.training.shards import Manifest, read_shard
 from flashmap_hf.verification import quantile_token
 
 TAPS = [2, 4]
@@ -22,7 +25,8 @@ def test_features_are_the_states_that_generation_sees(target: LlamaForCausalLM, 
     assert features.first == 2
     assert torch.equal(features.taps, whole.to(torch.bfloat16))
     assert features.tokens.tolist() == ids[0, len(answer.prompt_ids) - 2 :].tolist()
-    assert not features.f_right.any()
+    assert not features.f_right.any() and not features.sampled
+    assert torch.equal(features.argmax, features.tokens[2:]) and features.agreeing == len(answer.response_ids)
 
 
 def test_noise_in_the_interval_makes_the_target_choose_the_token(
@@ -35,6 +39,7 @@ def test_noise_in_the_interval_makes_the_target_choose_the_token(
     assert bool((features.f_left < features.f_right).all())
     middle = (features.f_left + features.f_right) / 2
     assert quantile_token(logits, middle).tolist() == answer.response_ids
+    assert features.argmax.tolist() == logits.argmax(-1).tolist() and features.sampled
 
 
 def test_shards_resume_after_what_is_there(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
@@ -48,7 +53,7 @@ def test_shards_resume_after_what_is_there(target: LlamaForCausalLM, answers: li
     for got, answer in zip(read, answers, strict=True):
         expected = compute(target, answer, TAPS, context=32)
         assert got.first == expected.first
-        for name in ("taps", "tokens", "f_left", "f_right"):
+        for name in ("taps", "tokens", "argmax", "f_left", "f_right"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
@@ -92,3 +97,40 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         Manifest.read(tmp_path)
+
+
+def test_answers_of_another_target_are_refused(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
+    """A greedy answer is what the target would say: one that is not is another model's."""
+    foreign = [
+        Answer(f"f{i}", 0.0, a.prompt_ids, [(t + 7) % 40 for t in a.response_ids]) for i, a in enumerate(answers)
+    ]
+    with pytest.raises(ValueError, match="another model's answers"):
+        make_features(target, foreign, tmp_path, TAPS)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_small_disk_is_named_before_any_work(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmap_hf.training.features.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(target, "forward", None)
+    with pytest.raises(OSError, match=r"GiB free, the features need .*--online"):
+        make_features(target, answers, tmp_path, TAPS)
+    check_room(tmp_path, answers[:0], 64, 8)
+
+
+def test_a_disk_that_fills_up_loses_nothing(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_features(target, answers[:2], tmp_path, TAPS, shard_size=2)
+
+    def full(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashmap_hf.training.shards.save_file", full)
+        with pytest.raises(OSError, match=r"features-0000002\.safetensors could not be written.*No space left"):
+            make_features(target, answers, tmp_path, TAPS, shard_size=2)
+    assert not list(tmp_path.glob("*.tmp")) and len(Manifest.read(tmp_path).shards) == 1
+    assert len(make_features(target, answers, tmp_path, TAPS, shard_size=2).shards) == 4

@@ -1,0 +1,74 @@
+"""Tokens per target step on held-out answers, walked over what the target is known to say: no target forward needed."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from flashmap_hf.head import DraftHead
+from flashmap_hf.training.blocks import make_batch
+from flashmap_hf.training.objective import BlockObjective, shared_context
+from flashmap_hf.training.sources import FeatureSource
+
+
+@dataclass
+class Walk:
+    """Steps over known answers. joint: how many blocks were right up to each position."""
+
+    steps: int = 0
+    tokens: int = 0
+    joint: list[int] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / self.steps if self.steps else 0.0
+
+    def shares(self) -> list[float]:
+        """Of the blocks, those that were right up to position 1, 2, ... K."""
+        return [count / self.steps for count in self.joint] if self.steps else []
+
+
+@torch.inference_mode()
+def walk_held_out(objective: BlockObjective, held_out: FeatureSource, seed: int) -> dict[bool, Walk]:
+    """Greedy answers (False) with u = 0, sampled ones (True) with noise from each token's interval: shared noise."""
+    drafter = objective.drafter
+    size, window, device = drafter.config.block_size, drafter.config.window, objective.rows.device
+    quantile = drafter.config.coupling == "quantile"
+    walks = {sampled: Walk(joint=[0] * size) for sampled in (False, True)}
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(len(held_out)):
+        sequence = held_out[index]
+        count = len(sequence.tokens) - sequence.first - 1
+        batch = make_batch([sequence], [sequence.first], count, window, size).to(device)
+        spread = torch.rand(batch.f_left.shape, generator=generator).to(device)
+        u = (batch.f_left + spread * (batch.f_right - batch.f_left))[0]
+        noise = None
+        if not quantile:
+            noise = torch.randn(count, size, drafter.config.target_hidden_size, generator=generator).to(device)
+        context, mask = shared_context(drafter, batch, window)
+        endpoint = drafter.endpoint(
+            drafter.prior(u, noise, count, size), torch.zeros(count, device=device), u if quantile else None,
+            objective.embeddings[batch.anchors[0]], window + torch.arange(count, device=device), context, mask,
+        )  # fmt: skip
+        drafted = chain(objective, endpoint, batch.anchors[0])
+        right = ((drafted == batch.labels[0]) & batch.labels_mask[0]).int().cumprod(-1).tolist()
+        walk, place = walks[sequence.sampled], 0
+        while place < count:
+            accepted = sum(right[place])
+            walk.joint = [a + b for a, b in zip(walk.joint, right[place], strict=True)]
+            walk.steps, walk.tokens, place = walk.steps + 1, walk.tokens + accepted + 1, place + accepted + 1
+    return walks
+
+
+def chain(objective: BlockObjective, endpoint: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """The most likely token at each position, given the one before it where there is a transition. -> `[B, K]` ids."""
+    head: DraftHead = objective.drafter.head
+    logits = head(endpoint, objective.rows)
+    if objective.drafter.config.transition_rank is None:
+        return head.target_ids(logits.argmax(-1))
+    tokens: list[torch.Tensor] = []
+    previous = anchors
+    for k in range(logits.shape[1]):
+        row = head.biased(logits[:, k], endpoint[:, k], head.draft_positions(previous))
+        previous = head.target_ids(row.argmax(-1))
+        tokens.append(previous)
+    return torch.stack(tokens, dim=1)

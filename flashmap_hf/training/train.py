@@ -1,0 +1,158 @@
+"""Train a drafter on a target's own answers, or adapt one: resumes from --out until its budget is spent."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from flashmap_hf import targets
+from flashmap_hf.compatibility import check_target
+from flashmap_hf.conditioning import default_tap_layers
+from flashmap_hf.devices import choose_dtype, default_device
+from flashmap_hf.head import unembedding_rows
+from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.provenance import write_record
+from flashmap_hf.training import run_log
+from flashmap_hf.training.answers import read_answers
+from flashmap_hf.training.config import TrainConfig
+from flashmap_hf.training.features import Options as FeatureOptions
+from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
+from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vocabulary, split, stored_features
+from flashmap_hf.training.trainer import FlashMapTrainer
+
+Options = TrainConfig
+
+
+def main(config: TrainConfig) -> None:
+    """Load, train, and write `<out>/drafter` (and `<out>/adapter`) with `training.json` beside the weights."""
+    train(config)
+
+
+def train(config: TrainConfig) -> Path:
+    """The whole run. Returns the folder of the drafter, or of the adapter."""
+    run_log.tracker(config.report_to)  # what is not installed is named before anything is loaded
+    if config.answers is not None:
+        read_answers(config.answers)
+    device = default_device()
+    dtype = choose_dtype("auto", device) if config.online else torch.float32
+    target, tokenizer = targets.load(config.target, dtype=dtype, device=device)
+    target.eval()
+    source = build_source(target, config)
+    if config.window > source.context and config.drafter is None:  # those positions exist when generating
+        raise ValueError(
+            f"--window {config.window}: the features keep {source.context} positions of a prompt; lower it, or make "
+            "features with a larger --context."
+        )
+    training, held_out = split(source, config.held_out)
+    drafter = build_drafter(target, tokenizer, training, config)
+    adapted = add_adapter(drafter, config.lora) if config.lora is not None else None
+    trainer = build_trainer(target, drafter, training, held_out, config)
+    main_process = trainer.accelerator.is_main_process
+    if main_process:
+        print(
+            f"{len(training)} answers, {response_tokens(training)} response tokens, {len(held_out)} held out; "
+            f"{sum(p.numel() for p in trainer.named.values())} parameters to train",
+            flush=True,
+        )
+    trainer.run()
+    trainer.load_average()
+    folder = config.out / "drafter"
+    if main_process:
+        if adapted is not None:
+            save_adapter(adapted, config.out / ADAPTER, str(config.drafter))
+        if adapted is None or config.merge:
+            whole: Any = adapted.merge_and_unload() if adapted is not None else drafter
+            whole.bfloat16().save_pretrained(folder)
+        folder = config.out / ADAPTER if adapted is not None else folder
+        for written in (config.out / ADAPTER, config.out / "drafter"):
+            if written.is_dir():
+                write_record(written / "training.json", record(trainer, training, held_out))
+        print(f"{folder}: {trainer.best:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")
+    trainer.accelerator.wait_for_everyone()
+    return folder
+
+
+def build_source(target: PreTrainedModel, config: TrainConfig) -> FeatureSource:
+    """The features of the run, from files or from the target itself."""
+    if config.answers is None:
+        return stored_features(
+            config.features, target.config.name_or_path or "", target.config.get_text_config().hidden_size
+        )
+    taps = default_tap_layers(target.config.get_text_config().num_hidden_layers)
+    defaults = FeatureOptions(config.answers, config.out)
+    return OnlineFeatures(target, read_answers(config.answers), taps, defaults.context, defaults.max_length)
+
+
+def build_drafter(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, training: FeatureSource, config: TrainConfig
+) -> FlashMapDrafter:
+    """An untrained drafter of the asked shape, or the one to start from, in float32."""
+    if config.drafter is not None:
+        drafter: FlashMapDrafter = FlashMapDrafter.from_pretrained(config.drafter, dtype=torch.float32)
+        check_target(drafter.config, target, tokenizer)
+        if drafter.config.tap_layers != training.tap_layers or drafter.config.window > training.context:
+            raise ValueError(
+                f"The drafter {config.drafter} sees layers {drafter.config.tap_layers} at {drafter.config.window} "
+                f"positions, the features hold {training.tap_layers} at {training.context}: make features for it."
+            )
+        return drafter.train()
+    overrides: dict[str, Any] = {"hidden_size": config.hidden_size} if config.hidden_size else {}
+    if config.head_rank:
+        overrides |= {"head": "low_rank", "head_rank": config.head_rank}
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        drafter = FlashMapDrafter.from_target(
+            target, tokenizer, tap_layers=training.tap_layers, window=config.window, block_size=config.block_size,
+            num_hidden_layers=config.layers, coupling=config.coupling, draft_vocab_size=config.draft_vocab or None,
+            transition_rank=config.transition_rank, **overrides,
+        )  # fmt: skip
+    if config.draft_vocab:
+        eos: Any = target.generation_config.eos_token_id
+        always = eos if isinstance(eos, list) else [eos] if eos is not None else []
+        drafter.head.draft_vocab_ids.copy_(draft_vocabulary(training, config.draft_vocab, always))
+    return drafter.train()
+
+
+def build_trainer(
+    target: PreTrainedModel,
+    drafter: FlashMapDrafter,
+    training: FeatureSource,
+    held_out: FeatureSource,
+    config: TrainConfig,
+) -> FlashMapTrainer:
+    """The trainer, with the two matrices of the target that it reads, in float32."""
+    with torch.no_grad():
+        ids = torch.arange(drafter.config.vocab_size, device=target.device)
+        embeddings = target.get_input_embeddings()(ids).float()
+        output_embeddings: Any = target.get_output_embeddings()
+        unembedding = unembedding_rows(
+            output_embeddings, drafter.config.vocab_size, drafter.config.target_hidden_size
+        ).float()
+    return FlashMapTrainer(drafter, embeddings, unembedding, training, held_out, config)
+
+
+def response_tokens(source: FeatureSource) -> int:
+    return sum(length - first for first, length in map(source.first_and_length, range(len(source))))
+
+
+def record(trainer: FlashMapTrainer, training: FeatureSource, held_out: FeatureSource) -> dict[str, Any]:
+    """What `training.json` holds beside its provenance."""
+    drafter = trainer.drafter
+    return {
+        "config": trainer.config.record(),
+        "processes": trainer.accelerator.num_processes,
+        "precision": trainer.accelerator.mixed_precision,
+        "blocks": trainer.blocks,
+        "steps": trainer.step,
+        "epochs": trainer.epoch,
+        "minutes": trainer.seconds / 60,
+        "blocks_per_second": trainer.blocks / trainer.seconds if trainer.seconds else None,
+        "answers": len(training),
+        "sampled_answers": sum(training.sampled(i) for i in range(len(training))),
+        "response_tokens": response_tokens(training),
+        "held_out_answers": len(held_out),
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "held_out_tokens_per_step": trainer.best,
+        "held_out_history": run_log.held_out_history(trainer.folder),
+    }
