@@ -32,7 +32,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comparison_table",),
     ("evaluation.*",),
     ("training.*",),
+    ("card_sections",),
     ("hub_card",),
+    ("hub_push",),
     ("cli",),
     ("__main__",),
 )
