@@ -69,6 +69,19 @@ def test_demo_refuses_in_one_line(run_example, folders, capsys, options, message
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("name", "lines"), [("generate.py", 60), ("demo.py", 120)])
+def test_train_drafter_makes_a_drafter_with_a_card(run_example, tmp_path, capsys):
+    target = write_target(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {word}."}) + "\n" for word in ("one", "two", "three")))
+    args = ["--target", str(target), "--prompts", str(prompts), "--out", str(tmp_path / "run"), "--max-minutes", "0.01"]
+    assert run_example("train_drafter.py", *args, "--max-tokens", "700", "--base-model", "org/tiny") == 0
+    assert "Ready: FlashMapDrafter" in capsys.readouterr().out
+    drafter = tmp_path / "run" / "run" / "drafter"
+    assert {"README.md", "config.json", "evaluate.json", "model.safetensors", "training.json"} <= {
+        path.name for path in drafter.iterdir()
+    }
+
+
+@pytest.mark.parametrize(("name", "lines"), [("generate.py", 60), ("train_drafter.py", 60), ("demo.py", 120)])
 def test_examples_stay_short(name, lines):
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < lines

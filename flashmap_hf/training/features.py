@@ -15,14 +15,16 @@ from typing import Literal
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flashmap_hf import targets
 from flashmap_hf.conditioning import default_tap_layers, tap
 from flashmap_hf.devices import choose_dtype, default_device
+from flashmap_hf.fingerprints import vocabulary_hash
 from flashmap_hf.options import option
 from flashmap_hf.provenance import write_record
-from flashmap_hf.training.answers import Answer, read_answers
+from flashmap_hf.training.answer_folder import answer_manifest, read_answer_folder
+from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.shards import MANIFEST, Manifest, SequenceFeatures, write_shard
 from flashmap_hf.verification import quantile_interval
 
@@ -179,10 +181,11 @@ class Options:
 
 def main(options: Options) -> None:
     start = time.monotonic()
-    answers = [a for a in read_answers(options.answers) if options.temperature in ("any", kind(a))]
+    answers = [a for a in read_answer_folder(options.answers) if options.temperature in ("any", kind(a))]
     random.Random(options.seed).shuffle(answers)
     device = default_device()
-    target, _ = targets.load(options.target, dtype=choose_dtype(options.dtype, device), device=device)
+    target, tokenizer = targets.load(options.target, dtype=choose_dtype(options.dtype, device), device=device)
+    check_answerer(options.answers, target, tokenizer)
     taps = options.taps or default_tap_layers(target.config.get_text_config().num_hidden_layers)
     manifest = make_features(
         target.eval(), answers[: options.limit], options.out, taps,
@@ -195,6 +198,18 @@ def main(options: Options) -> None:
         f"{totals['answers']} answers ({totals['sampled']} sampled), {totals['tokens']} response tokens, "
         f"{totals['bytes'] / 2**20:.0f} MiB; skipped: {skipped['empty']} empty, {skipped['long']} too long"
     )
+
+
+def check_answerer(path: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the answers in the folder `path` are another target's; a single file does not say."""
+    made = answer_manifest(path)
+    found = {"target": target.config.name_or_path, "vocabulary_hash": vocabulary_hash(tokenizer)}
+    for name, value in found.items():
+        if made is not None and made.get(name) != value:
+            raise ValueError(
+                f"{path} holds answers of {made.get('target')} ({name} {made.get(name)}), not of {found['target']} "
+                f"({name} {value}): let this target answer (flashmap respond), or name that one with --target."
+            )
 
 
 def kind(answer: Answer) -> str:

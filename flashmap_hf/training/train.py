@@ -14,9 +14,10 @@ from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.provenance import write_record
 from flashmap_hf.training import run_log
-from flashmap_hf.training.answers import read_answers
+from flashmap_hf.training.answer_folder import answer_files, read_answer_folder
 from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import Options as FeatureOptions
+from flashmap_hf.training.features import check_answerer
 from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
 from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vocabulary, split, stored_features
 from flashmap_hf.training.trainer import FlashMapTrainer
@@ -33,11 +34,13 @@ def train(config: TrainConfig) -> Path:
     """The whole run. Returns the folder of the drafter, or of the adapter."""
     run_log.tracker(config.report_to)  # what is not installed is named before anything is loaded
     if config.answers is not None:
-        read_answers(config.answers)
+        answer_files(config.answers)
     device = default_device()
     dtype = choose_dtype("auto", device) if config.online else torch.float32
     target, tokenizer = targets.load(config.target, dtype=dtype, device=device)
     target.eval()
+    if config.answers is not None:
+        check_answerer(config.answers, target, tokenizer)
     source = build_source(target, config)
     if config.window > source.context and config.drafter is None:  # those positions exist when generating
         raise ValueError(
@@ -81,7 +84,7 @@ def build_source(target: PreTrainedModel, config: TrainConfig) -> FeatureSource:
         )
     taps = default_tap_layers(target.config.get_text_config().num_hidden_layers)
     defaults = FeatureOptions(config.answers, config.out)
-    return OnlineFeatures(target, read_answers(config.answers), taps, defaults.context, defaults.max_length)
+    return OnlineFeatures(target, read_answer_folder(config.answers), taps, defaults.context, defaults.max_length)
 
 
 def build_drafter(
