@@ -30,6 +30,7 @@ COMMANDS = {
     "features": ("training.features", "one target forward per answer: what a drafter is trained on"),
     "train": ("training.train", "train a drafter, or adapt one (--lora)"),
     "evaluate": ("evaluation.acceptance", "measure a drafter through the real generate"),
+    "splice": ("training.splice", "show whether a drafter has learnt the coupling between its positions"),
     "card": ("hub_card", "write a drafter's card from its measurements"),
     "push": ("hub_push", "upload a drafter's folder to the Hub"),
 }

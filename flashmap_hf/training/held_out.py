@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashmap_hf.head import DraftHead
-from flashmap_hf.training.blocks import make_batch
+from flashmap_hf.training.blocks import BlockBatch, make_batch
 from flashmap_hf.training.objective import BlockObjective, shared_context
 from flashmap_hf.training.sources import FeatureSource
 
@@ -44,12 +44,7 @@ def walk_held_out(objective: BlockObjective, held_out: FeatureSource, seed: int)
         noise = None
         if not quantile:
             noise = torch.randn(count, size, drafter.config.target_hidden_size, generator=generator).to(device)
-        context, mask = shared_context(drafter, batch, window)
-        endpoint = drafter.endpoint(
-            drafter.prior(u, noise, count, size), torch.zeros(count, device=device), u if quantile else None,
-            objective.embeddings[batch.anchors[0]], window + torch.arange(count, device=device), context, mask,
-        )  # fmt: skip
-        drafted = chain(objective, endpoint, batch.anchors[0])
+        drafted = draft_run(objective, batch, u, noise)
         right = ((drafted == batch.labels[0]) & batch.labels_mask[0]).int().cumprod(-1).tolist()
         walk, place = walks[sequence.sampled], 0
         while place < count:
@@ -57,6 +52,22 @@ def walk_held_out(objective: BlockObjective, held_out: FeatureSource, seed: int)
             walk.joint = [a + b for a, b in zip(walk.joint, right[place], strict=True)]
             walk.steps, walk.tokens, place = walk.steps + 1, walk.tokens + accepted + 1, place + accepted + 1
     return walks
+
+
+def draft_run(
+    objective: BlockObjective, batch: BlockBatch, u: torch.Tensor, noise: torch.Tensor | None = None
+) -> torch.Tensor:  # [A, K], [A, K, D] -> [A, K] ids
+    """What is drafted after each anchor of a batch of one run, at s = 0 with noise `u` (NaN: hidden) in one step."""
+    drafter, (count, size) = objective.drafter, u.shape
+    window = drafter.config.window
+    context, mask = shared_context(drafter, batch, window)
+    seen = u if drafter.config.coupling == "quantile" else None
+    anchors = batch.anchors[0]
+    endpoint = drafter.endpoint(
+        drafter.prior(u, noise, count, size), torch.zeros(count, device=u.device), seen,
+        objective.embeddings[anchors], window + torch.arange(count, device=u.device), context, mask,
+    )  # fmt: skip
+    return chain(objective, endpoint, anchors)
 
 
 def chain(objective: BlockObjective, endpoint: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from flashmap_hf import targets
 from flashmap_hf.compatibility import check_target
 from flashmap_hf.conditioning import default_tap_layers
+from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
@@ -124,15 +125,17 @@ def build_trainer(
     held_out: FeatureSource,
     config: TrainConfig,
 ) -> FlashMapTrainer:
-    """The trainer, with the two matrices of the target that it reads, in float32."""
-    with torch.no_grad():
-        ids = torch.arange(drafter.config.vocab_size, device=target.device)
-        embeddings = target.get_input_embeddings()(ids).float()
-        output_embeddings: Any = target.get_output_embeddings()
-        unembedding = unembedding_rows(
-            output_embeddings, drafter.config.vocab_size, drafter.config.target_hidden_size
-        ).float()
-    return FlashMapTrainer(drafter, embeddings, unembedding, training, held_out, config)
+    """The trainer, with what it reads of the target."""
+    return FlashMapTrainer(drafter, *matrices(target, drafter.config), training, held_out, config)
+
+
+@torch.no_grad()
+def matrices(target: PreTrainedModel, config: FlashMapConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input embeddings and unembedding of the target, `[V, D]` float32 each."""
+    ids = torch.arange(config.vocab_size, device=target.device)
+    output_embeddings: Any = target.get_output_embeddings()
+    rows = unembedding_rows(output_embeddings, config.vocab_size, config.target_hidden_size)
+    return target.get_input_embeddings()(ids).float(), rows.float()
 
 
 def response_tokens(source: FeatureSource) -> int:

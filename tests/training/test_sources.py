@@ -1,0 +1,74 @@
+"""Where features come from: files and online agree, what is held out is stable, memory is bounded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from flashmap_hf.training import sources
+from flashmap_hf.training.answers import Answer
+from flashmap_hf.training.features import make_features
+from flashmap_hf.training.sources import OnlineFeatures, Part, draft_vocabulary, split, stored_features
+
+TAPS = [2, 4]
+
+
+def test_stored_and_online_features_are_the_same(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path
+) -> None:
+    make_features(target, answers[:5], tmp_path / "a", TAPS, context=8)
+    make_features(target, answers[5:], tmp_path / "b", TAPS, context=4)
+    stored = stored_features([tmp_path / "a", tmp_path / "b"], target.config.name_or_path, 32)
+    assert stored.context == 4 and stored.tap_layers == TAPS and len(stored) == 8
+    online = OnlineFeatures(target, answers, TAPS, 8, 2048)
+    for i in range(5):
+        for name in ("taps", "tokens", "argmax", "f_left", "f_right"):
+            assert torch.equal(getattr(stored[i], name), getattr(online[i], name)), name
+        assert stored.first_and_length(i) == online.first_and_length(i)
+        assert list(stored.response(i)) == list(online.response(i)) == answers[i].response_ids
+        assert stored.sampled(i) == online.sampled(i) == (answers[i].temperature > 0)
+
+
+def test_online_features_are_computed_once_and_dropped_again(
+    target: LlamaForCausalLM, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    original = sources.compute
+
+    def compute(model: object, answer: Answer, *rest: object) -> object:
+        calls.append(answer.id)
+        return original(model, answer, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sources, "compute", compute)
+    online = OnlineFeatures(target, answers, TAPS, 8, 2048)
+    online.group = 2
+    assert online[0] is online[0] and calls == ["a0"]
+    for i in range(6):
+        assert online[i] is not None
+    assert len(online.held) == 4 and calls == [f"a{i}" for i in range(6)]
+
+
+def test_what_is_held_out_stays_when_answers_are_added(target: LlamaForCausalLM, answers: list[Answer]) -> None:
+    few = OnlineFeatures(target, answers * 2, TAPS, 8, 2048)
+    many = OnlineFeatures(target, answers * 4, TAPS, 8, 2048)
+    (train_few, held_few), (train_many, held_many) = split(few, 2), split(many, 2)
+    assert held_few.indices == held_many.indices == [0, 1, 2]  # greedy 0 and 2, sampled 1
+    assert len(train_few) == 13 and len(train_many) == 29
+    assert not set(train_many.indices) & set(held_many.indices)
+    assert len(split(few, 1000)[1]) == 4  # a quarter of the greedy ones, and of the sampled ones
+    assert len(split(few, 0)[1]) == 0
+
+
+def test_a_part_speaks_of_its_own_answers(target: LlamaForCausalLM, answers: list[Answer]) -> None:
+    part = Part(OnlineFeatures(target, answers, TAPS, 8, 2048), [3, 6])
+    assert len(part) == 2 and part.group == 2
+    assert list(part.response(1)) == answers[6].response_ids
+    assert (part.sampled(0), part.sampled(1)) == (True, False)
+    assert part[0].tokens[-1] == answers[3].response_ids[-1]
+
+
+def test_draft_vocabulary_is_the_most_frequent_and_the_end(target: LlamaForCausalLM) -> None:
+    source = OnlineFeatures(target, [Answer("a", 0.0, [9, 9], [5, 5, 5, 7, 3])], TAPS, 8, 2048)
+    assert draft_vocabulary(source, 3, [30]).tolist() == [5, 7, 30]
+    assert draft_vocabulary(source, 6, [30]).tolist() == [0, 1, 3, 5, 7, 30]
