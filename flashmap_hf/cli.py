@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         if argv and argv[0] in COMMANDS:
-            module = importlib.import_module(f"flashmap_hf.{COMMANDS[argv[0]][0]}")
+            module = load_command(argv[0])
             module.main(parse(module.Options, argv[1:], f"flashmap {argv[0]}", module.__doc__))
             return 0
         args = build_parser().parse_args(argv)
@@ -65,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def load_command(name: str) -> Any:
+    """The module behind a command; raises ValueError where it needs a library of an extra that is not installed."""
+    try:
+        return importlib.import_module(f"flashmap_hf.{COMMANDS[name][0]}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("flashmap_hf"):
+            raise
+        raise ValueError(f"{name} needs {error.name}: pip install 'flashmap-hf[train]'") from error
 
 
 def build_parser() -> Parser:

@@ -197,6 +197,123 @@ def test_not_finite_logits_warn_once_and_draft_nothing():
     assert candidates.working is False
 
 
+# --- the transition -------------------------------------------------------------------------------------------------
+
+
+def with_transition(target: Any, **overrides: Any) -> Any:
+    """An untrained drafter but for its transition, which is random and strong."""
+    drafter = tiny_drafter(target, transition_rank=6, **overrides)
+    torch.nn.init.normal_(drafter.head.transition.readout.weight, generator=torch.Generator().manual_seed(5))
+    return drafter
+
+
+def teacher_forced(candidates: FlashMapCandidateGenerator, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Biased logits `[K, N]` of the block after `text`, each row given the token of `tokens` before it."""
+    head = candidates.drafter.head
+    output = candidates._forward(text[:, -1], None)
+    previous = head.draft_positions(torch.cat([text[0, -1:], tokens[:-1]]))
+    return head.biased(output.logits[0], output.z_1[0], previous)
+
+
+@pytest.mark.parametrize("draft_vocabulary", [None, 40])  # smaller: the anchor is outside of it
+@pytest.mark.parametrize("processors", [(), (SuppressTokensLogitsProcessor([3, 9, 21, 50, 77]),)], ids=len)
+def test_the_argmax_walk_is_the_biased_block(draft_vocabulary, processors):
+    target, text = scene()
+    drafter = with_transition(target, draft_vocab_size=draft_vocabulary)
+    if draft_vocabulary is not None:
+        drafter.head.draft_vocab_ids.copy_(torch.tensor([i for i in range(155) if i != text[0, 19]][::3][:40]))
+    candidates = generator(target, drafter, processors)
+    candidates.rule = "one_hot"  # reads argmaxes and hides the noise, as `teacher_forced` does
+    shown(candidates, target, text[:, :20])
+    tokens = candidates.draft(text[:, :20]).tokens
+    assert len(tokens) == BLOCK
+    scores = torch.full((BLOCK, len(VOCABULARY)), -torch.inf)
+    scores[:, drafter.head.ids] = teacher_forced(candidates, text[:, :20], tokens).detach()
+    for processor in processors:
+        scores = processor(text[:, :20], scores)
+    assert tokens.tolist() == scores.argmax(-1).tolist()
+    marginal = candidates._forward(text[:, 19], None).logits[0]
+    assert drafter.head.target_ids(marginal.argmax(-1)).tolist() != tokens.tolist()
+
+
+def test_q_is_the_biased_law_on_the_path_drawn():
+    target, text = scene()
+    drafter = with_transition(target)
+    processors = [TemperatureLogitsWarper(0.5), SuppressTokensLogitsProcessor([2, 5])]
+    candidates = generator(target, drafter, processors, do_sample=True, verification="rejection")
+    shown(candidates, target, text[:, :20])
+    draft = candidates.draft(text[:, :20])
+    scores = teacher_forced(candidates, text[:, :20], draft.tokens).detach() / 0.5
+    scores[:, [2, 5]] = -torch.inf
+    torch.testing.assert_close(draft.probs, scores.softmax(-1))
+
+
+def follower(target: Any, order: list[int], probability: float, **overrides: Any) -> Any:
+    """Marginally it knows nothing; its transition makes the token that follows in `order` likely after each token."""
+    size = len(VOCABULARY)
+    oracle = make_oracle(target, transition_rank=size, **overrides)
+    oracle.confidence = 0.0
+    forward = oracle.forward
+
+    def with_endpoints(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.z_1 = torch.zeros(1, BLOCK, oracle.config.target_hidden_size)
+        return output
+
+    oracle.forward = with_endpoints
+    oracle.teach(target, torch.tensor([order]))
+    bias = torch.tensor(probability * (size - 1) / (1 - probability)).log()
+    with torch.no_grad():
+        transition = oracle.head.transition
+        transition.previous.weight.copy_(20.0 * torch.eye(size + 1, size))  # silu(20) is 20
+        transition.readout.weight.zero_()
+        transition.readout.weight[torch.tensor(order[1:]), torch.tensor(order[:-1])] = bias / 20.0
+    return oracle
+
+
+def test_the_walk_follows_the_tokens_it_drafted():
+    """Blocks that stand whole, though every slot's own logits are flat; greedy text is the target's."""
+    target, text = scene()
+    oracle = follower(target, text[0, START : START + 12].tolist(), 0.99)
+    found, stats = run(target, oracle, max_new_tokens=12)
+    assert found.tolist() == text[:, : START + 12].tolist()
+    assert stats.target_steps == 1 + -(-11 // (BLOCK + 1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_transition_leaves_greedy_text_as_it_is(settings):
+    target, _ = scene()
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=24, **settings)
+    found, stats = run(target, with_transition(target), max_new_tokens=24, **settings)
+    assert found.tolist() == plain.tolist()
+    assert stats.blocks > 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("threshold", [0.0, 0.4, 0.6, 0.71])
+def test_the_threshold_is_on_the_biased_law(threshold, do_sample):
+    target, text = scene()
+    ring = list(range(len(VOCABULARY)))
+    oracle = follower(target, [*ring, 0], 0.7, coupling="independent")  # 0.7 after every token, drawn or not
+    candidates = generator(target, oracle, do_sample=do_sample, assistant_confidence_threshold=threshold)
+    shown(candidates, target, text[:, :20])
+    expected = sum(0.7**k >= threshold for k in range(1, BLOCK + 1))
+    assert len(candidates.draft(text[:, :20]).tokens) == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2}, {"do_sample": True}], ids=str)
+def test_a_transition_that_is_not_finite_warns_once(settings):
+    target, _ = scene()
+    drafter = with_transition(target, coupling="independent")
+    with torch.no_grad():
+        drafter.head.transition.readout.weight.fill_(float("nan"))
+    with complaints() as said:
+        found, stats = run(target, drafter, max_new_tokens=8, **settings)
+    assert len([line for line in said if "not finite" in line]) == 1
+    assert stats.blocks == 0 and stats.plain_calls == 1
+    assert found.shape[1] == START + 8
+
+
 # --- the stock loop -------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from tiny_files import byte_tokenizer, write_drafter, write_target
 from transformers import AutoModelForCausalLM
 
 from flashmap_hf import drafters, targets
-from flashmap_hf.cli import main
+from flashmap_hf.cli import COMMANDS, main
 from flashmap_hf.prompts import encode
 
 
@@ -278,3 +278,23 @@ def test_an_interrupt_ends_quietly(capsys, folders, monkeypatch):
     monkeypatch.setattr(targets, "load", interrupted)
     assert main(["generate", "Hi", *folders]) == 130
     assert capsys.readouterr().err == "\n"
+
+
+def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    for name in [name for name in sys.modules if name.startswith("flashmap_hf.training.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["train", "--out", "x"]) == 2
+    assert "train needs accelerate: pip install 'flashmap-hf[train]'" in capsys.readouterr().err
+
+
+def test_every_command_is_listed_and_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in listed
+        with pytest.raises(SystemExit) as exited:
+            main([name, "--help"])
+        assert exited.value.code == 0
+        assert f"flashmap {name}" in capsys.readouterr().out

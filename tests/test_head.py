@@ -1,4 +1,4 @@
-"""Readout: the shared rows, the draft vocabulary, the low rank; rows of a module that cannot be read."""
+"""Readout: shared rows, draft vocabulary, low rank, transition; rows of a module that cannot be read."""
 
 import pytest
 import torch
@@ -52,6 +52,70 @@ def test_low_rank_head_needs_no_target() -> None:
 
 def test_ids_beyond_the_tokenizer_are_never_proposed() -> None:
     assert DraftHead(config(tokenizer_size=17)).ids.tolist() == list(range(17))
+
+
+# --- the transition -------------------------------------------------------------------------------------------------
+
+
+def head_with_transition(**overrides: object) -> DraftHead:
+    """Its weights are random, the zero of an untrained B included."""
+    torch.manual_seed(0)
+    head = DraftHead(config(transition_rank=3, **overrides))
+    assert head.transition is not None
+    torch.nn.init.normal_(head.transition.readout.weight)
+    return head
+
+
+def test_biased_blocks_equal_the_walk() -> None:
+    head = head_with_transition()
+    logits, z_1, tokens = torch.randn(2, 4, 20), torch.randn(2, 4, 8), torch.randint(21, (2, 4))
+    blocks = head.biased(logits, z_1, tokens)
+    assert blocks.shape == logits.shape and not torch.allclose(blocks, logits)
+    for b in range(2):
+        for k in range(4):
+            row = head.biased(logits[b, k], z_1[b, k], tokens[b, k])
+            torch.testing.assert_close(row, blocks[b, k])
+
+
+def test_the_bias_is_what_the_formula_says() -> None:
+    head = head_with_transition()
+    a, b, c = (head.get_parameter(f"transition.{n}.weight") for n in ("previous", "readout", "endpoint"))
+    z_1 = torch.randn(8)
+    expected = b @ torch.nn.functional.silu(a[7] + c @ z_1)
+    torch.testing.assert_close(head.biased(torch.zeros(20), z_1, torch.tensor(7)), expected)
+
+
+def test_an_untrained_transition_changes_nothing_and_learns_at_once() -> None:
+    head = DraftHead(config(transition_rank=3))
+    logits, z_1 = torch.randn(2, 4, 20), torch.randn(2, 4, 8)
+    biased = head.biased(logits, z_1, torch.randint(21, (2, 4)))
+    assert torch.equal(biased, logits)
+    biased.logsumexp(-1).sum().backward()
+    assert head.get_parameter("transition.readout.weight").grad.abs().min() > 0  # type: ignore[union-attr]
+
+
+def test_without_a_transition_nothing_is_stored_and_nothing_is_done() -> None:
+    head = DraftHead(config())
+    logits = torch.randn(2, 20)
+    assert head.biased(logits, torch.randn(2, 8), torch.tensor([1, 2])) is logits
+    assert not [n for n in head.state_dict() if "transition" in n]
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tokenizer_size": 17}, {"draft_vocab_size": 4}])
+def test_draft_positions_undo_target_ids(overrides: dict[str, object]) -> None:
+    head = head_with_transition(**overrides)
+    if head.restricted:
+        head.draft_vocab_ids.copy_(torch.tensor([11, 2, 19, 5]))
+    inside = torch.arange(head.size)
+    assert torch.equal(head.draft_positions(head.target_ids(inside)), inside)
+    outside = sorted(set(range(20)) - set(head.ids.tolist()))
+    assert head.draft_positions(torch.tensor([outside, outside])).tolist() == [[head.size] * len(outside)] * 2
+    assert head.draft_positions(torch.tensor(int(head.ids[0]))).item() == 0
+    # a token outside has its own row, the last
+    assert head.transition is not None and head.transition.previous.weight.shape == (head.size + 1, 3)
+
+
+# --- rows of the target ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ids", [7, torch.tensor([0, 3, 9])])

@@ -89,11 +89,22 @@ def test_independent_coupling_reads_the_noise_it_is_given(target: LlamaForCausal
     assert not torch.allclose(drafter(**base, noise=first).z_1, drafter(**base, noise=second).z_1, atol=1e-4)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"draft_vocab_size": 10}, {"head": "low_rank", "head_rank": 4}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"draft_vocab_size": 10},
+        {"head": "low_rank", "head_rank": 4},
+        {"draft_vocab_size": 10, "transition_rank": 5},
+    ],
+    ids=str,
+)
 def test_save_and_load_is_bit_equal(target: LlamaForCausalLM, tmp_path: Path, overrides: dict[str, object]) -> None:
     drafter = make(target, **overrides)
     if "draft_vocab_size" in overrides:
         drafter.head.draft_vocab_ids.copy_(torch.arange(10) * 3 + 1)
+    if drafter.head.transition is not None:
+        torch.nn.init.normal_(drafter.head.transition.readout.weight)
     drafter.save_pretrained(tmp_path)
     assert sorted(p.suffix for p in tmp_path.iterdir() if p.name.startswith("model")) == [".safetensors"]
     for cls in (FlashMapDrafter, AutoModel):
@@ -103,6 +114,30 @@ def test_save_and_load_is_bit_equal(target: LlamaForCausalLM, tmp_path: Path, ov
         states = loaded.state_dict()
         assert states.keys() == drafter.state_dict().keys()
         assert all(torch.equal(states[n], t) for n, t in drafter.state_dict().items())
+
+
+def test_an_untrained_transition_changes_nothing(target: LlamaForCausalLM) -> None:
+    """`post_init` fills linear layers with small noise, but not this one."""
+    drafter = make(target, transition_rank=5)
+    output = drafter(**inputs(target, drafter))
+    assert torch.equal(drafter.head.biased(output.logits, output.z_1, torch.randint(51, (2, 3))), output.logits)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "message"),
+    [
+        (None, 5, "missing head.transition"),
+        (5, None, "unexpected head.transition"),
+        (5, 6, "mismatched head.transition"),
+    ],
+)
+def test_a_transition_that_the_config_does_not_describe_is_refused(
+    target: LlamaForCausalLM, tmp_path: Path, saved: int | None, asked: int | None, message: str
+) -> None:
+    make(target, transition_rank=saved).save_pretrained(tmp_path)
+    make(target, transition_rank=asked).config.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=message):
+        FlashMapDrafter.from_pretrained(tmp_path)
 
 
 def test_nothing_of_the_target_is_inside(target: LlamaForCausalLM) -> None:

@@ -93,7 +93,8 @@ class TableDrafter(FlashMapDrafter):
                 logits = logits + trust * F.one_hot(quantile_token(logits, u[0, k]), V)
             before, token = token, logits.argmax()
             slots.append(logits)
-        return FlashMapOutput(logits=torch.stack(slots)[None])
+        logits = torch.stack(slots)[None]
+        return FlashMapOutput(z_1=logits, logits=logits)  # D = V
 
 
 def table_pair(**overrides: Any) -> tuple[TableModel, TableDrafter]:
@@ -101,6 +102,10 @@ def table_pair(**overrides: Any) -> tuple[TableModel, TableDrafter]:
     drafter = TableDrafter.from_target(target, **{**DRAFTER_SIZES, "block_size": K, "window": 2, **overrides}).eval()
     with torch.no_grad():
         drafter.table += target.table
+        if drafter.head.transition is not None:
+            torch.nn.init.normal_(
+                drafter.head.transition.readout.weight, std=0.5, generator=torch.Generator().manual_seed(3)
+            )
     return target, drafter
 
 
@@ -187,6 +192,12 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # rule, drafte
     "rejection, stops early": ("rejection", {}, {**PLAIN, "assistant_confidence_threshold": 0.25}),
     "rejection, short blocks": ("rejection", {}, {**PLAIN, "num_assistant_tokens": 2}),
     "shared noise, short blocks": ("shared_noise", {}, {**PLAIN, "num_assistant_tokens": 2}),
+    "rejection, transition": ("rejection", {"transition_rank": 3}, PLAIN),
+    "rejection, transition, stops early": (
+        "rejection",
+        {"transition_rank": 3},
+        {**FILTERS, "assistant_confidence_threshold": 0.3},
+    ),
     "rejection, min-p": ("rejection", {}, {**PLAIN, "min_p": 0.15, "temperature": 1.3}),
 }
 

@@ -17,7 +17,7 @@ from flashmap_hf.training.run_log import read_rows
 
 
 def launched(out: Path, args: list[str], processes: int, runs: int) -> dict[int, dict[str, float]]:
-    """The losses by step of a run under `accelerate launch` on the CPU (gloo); `--multi_gpu` means several, there too."""
+    """The losses by step of a run under `accelerate launch` on the CPU (gloo), which `--multi_gpu` reaches, too."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *["--multi_gpu"] * (processes > 1),
                "--num_processes", str(processes),
                "--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "no", "--main_process_port", "0",
