@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Subpackages that a user installs an extra for.
-EXTRA_OF = {"training": "train", "evaluation": "train"}
+EXTRAS_OF = {"training": ("train", "datasets"), "evaluation": ("train",)}
 
 
 def make_targets() -> set[str]:
@@ -87,7 +87,8 @@ def third_party_imports(path: Path) -> set[str]:
 def test_every_import_is_a_declared_dependency(path):
     distributions = packages_distributions()
     subpackage = path.relative_to(ROOT / "flashmap_hf").parts[0]
-    declared = PROJECT["dependencies"] + PROJECT["optional-dependencies"].get(EXTRA_OF.get(subpackage, ""), [])
+    extras = [line for extra in EXTRAS_OF.get(subpackage, ()) for line in PROJECT["optional-dependencies"][extra]]
+    declared = PROJECT["dependencies"] + extras
     allowed = {canonicalize_name(Requirement(line).name) for line in declared}
     for name in third_party_imports(path):
         providers = {canonicalize_name(distribution) for distribution in distributions.get(name, [name])}
