@@ -72,7 +72,7 @@ def train(config: TrainConfig) -> Path:
         for written in (config.out / ADAPTER, config.out / "drafter"):
             if written.is_dir():
                 write_record(written / "training.json", record(trainer, training, held_out))
-        print(f"{folder}: {trainer.best:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")
+        print(f"{folder}: {trainer.saved_score:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")
     trainer.accelerator.wait_for_everyone()
     return folder
 
@@ -159,6 +159,6 @@ def record(trainer: FlashMapTrainer, training: FeatureSource, held_out: FeatureS
         "response_tokens": response_tokens(training),
         "held_out_answers": len(held_out),
         "parameters": sum(p.numel() for p in drafter.parameters()),
-        "held_out_tokens_per_step": trainer.best,
+        "held_out_tokens_per_step": trainer.saved_score,
         "held_out_history": run_log.held_out_history(trainer.folder),
     }

@@ -18,9 +18,9 @@ from flashmap_hf.training.held_out import walk_held_out
 from flashmap_hf.training.losses import NAMES
 from flashmap_hf.training.objective import BlockObjective
 from flashmap_hf.training.optimisers import build_optimisers
-from flashmap_hf.training.sources import FeatureSource
+from flashmap_hf.training.sources import FeatureSource, Part
 
-COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds", "best", "without_better")
+COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds", "score", "best", "without_better")
 
 
 class FlashMapTrainer:
@@ -49,6 +49,7 @@ class FlashMapTrainer:
             raise ValueError(f"kl={config.kl} needs the final layer among the taps, which are {taps}.")
         self.config, self.folder = config, config.out
         self.source, self.held_out = source, held_out
+        self.seen = Part(source, range(min(len(source), len(held_out))))  # the gap to these is learning by heart
         self.tracker = run_log.tracker(config.report_to)
         self.accelerator = Accelerator(
             cpu=default_device().type == "cpu",  # else several processes without a GPU would not find each other
@@ -69,7 +70,7 @@ class FlashMapTrainer:
         self.average = {n: p.detach().clone() for n, p in self.named.items()}
         self.best_average: dict[str, torch.Tensor] = {}  # with patience only
         self.epoch = self.batch_in_epoch = self.step = self.blocks = self.without_better = 0
-        self.seconds = self.best = 0.0
+        self.seconds = self.score = self.best = 0.0
 
     # one step
 
@@ -205,9 +206,10 @@ class FlashMapTrainer:
         self.assign(self.average)
         self.drafter.eval()
         walks = walk_held_out(self.objective, self.held_out, self.config.seed)
+        seen = walk_held_out(self.objective, self.seen, self.config.seed)
         self.drafter.train()
         self.assign(current)
-        score = self.agreed(walks[False].tokens_per_step)
+        self.score = score = self.agreed(walks[False].tokens_per_step)
         self.without_better = 0 if score > self.best else self.without_better + 1
         if score > self.best and self.config.patience:
             self.best_average = {n: t.clone() for n, t in self.average.items()}
@@ -216,6 +218,8 @@ class FlashMapTrainer:
                "joint": [round(x, 4) for x in walks[False].shares()],
                "held_out_tokens_per_step_sampled": round(walks[True].tokens_per_step, 4),
                "joint_sampled": [round(x, 4) for x in walks[True].shares()],
+               "trained_tokens_per_step": round(seen[False].tokens_per_step, 4),
+               "trained_tokens_per_step_sampled": round(seen[True].tokens_per_step, 4),
                "step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}  # fmt: skip
         if self.accelerator.is_main_process:
             run_log.write_row(self.folder, row)
@@ -262,6 +266,11 @@ class FlashMapTrainer:
         for name in COUNTERS:
             setattr(self, name, counters.get(name, getattr(self, name)))
         return True
+
+    @property
+    def saved_score(self) -> float:
+        """Held-out tokens per step of what `load_average` gives."""
+        return self.best if self.best_average else self.score
 
     def load_average(self) -> FlashMapDrafter:
         """The drafter with the averaged weights (with patience: the best ones), to be saved or used."""

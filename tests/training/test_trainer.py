@@ -167,7 +167,7 @@ def test_patience_stops_and_keeps_the_best(
 
     monkeypatch.setattr(
         "flashmap_hf.training.trainer.walk_held_out",
-        lambda *_: {False: Scored(next(scores)), True: Scored(0.0)},
+        lambda _, part, seed: {False: Scored(next(scores) if part is trainer.held_out else 0.0), True: Scored(0.0)},
     )
     kept: list[dict[str, torch.Tensor]] = []
     original = trainer.measure
@@ -182,6 +182,21 @@ def test_patience_stops_and_keeps_the_best(
     assert trainer.step == 4 and trainer.best == 1.7
     state = trainer.load_average().state_dict()
     assert all(torch.equal(state[n], t) for n, t in kept[1].items())
+
+
+def test_the_gap_to_answers_it_is_trained_on_is_measured(
+    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
+) -> None:
+    trainer = trainer_for(target, build(target), sequences[2:], tmp_path, max_steps=200, muon_lr=0.05, adam_lr=5e-3)
+    trainer.held_out, batch = (
+        LoadedFeatures(sequences[:2], TAPS, 8),
+        make_batch(sequences[2:4], [s.first for s in sequences[2:4]], 16, 4, 3),
+    )
+    for _ in range(150):
+        trainer.train_step(batch, 1.0)
+    row = trainer.measure()
+    assert row["trained_tokens_per_step"] > 3.0 and row["trained_tokens_per_step_sampled"] > 2.0
+    assert row["held_out_tokens_per_step"] < 2.0
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(
