@@ -72,7 +72,8 @@ def train(config: TrainConfig) -> Path:
         for written in (config.out / ADAPTER, config.out / "drafter"):
             if written.is_dir():
                 write_record(written / "training.json", record(trainer, training, held_out))
-        print(f"{folder}: {trainer.saved_score:.3f} held-out tokens per target step (simulated), {trainer.blocks} blocks")
+        score = f"{trainer.saved_score:.3f} held-out tokens per target step (simulated)"
+        print(f"{folder}: {score}, {trainer.blocks} blocks")
     trainer.accelerator.wait_for_everyone()
     return folder
 
