@@ -1,5 +1,6 @@
 """One dataclass per command: its fields are the command line, and their help is the documentation."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, field
 from typing import Any, NoReturn, TypeVar
@@ -14,8 +15,26 @@ def option(default: Any = MISSING, help: str = "", factory: Any = MISSING) -> An
     return field(default=default, default_factory=factory, metadata={"help": help})
 
 
+class Formatter(argparse.HelpFormatter):
+    """Help with one name and one default for each option."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        silent = action.default in (None, False, [], argparse.SUPPRESS) or action.required
+        return text if silent or "default" in text else text + " (default: %(default)s)"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return "" if action.const is True else super()._format_args(action, default_metavar)
+
+
 class OptionParser(HfArgumentParser):
     """Reports a bad argument in one line, as everything else here does."""
+
+    def __init__(self, options: Any, **kwargs: Any):
+        super().__init__(options, formatter_class=Formatter, **kwargs)
+        for action in self._actions:  # underscores are understood, and not shown
+            dashed = [name for name in action.option_strings if "_" not in name]
+            action.option_strings = dashed or action.option_strings
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")
@@ -27,7 +46,7 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, description: s
     Raises:
         ValueError: an argument is unknown, missing or of another type, or the dataclass refuses its value.
     """
-    parser = OptionParser(options, prog=prog, description=description)  # type: ignore[arg-type]
+    parser = OptionParser(options, prog=prog, description=description)
     parsed: Any = parser.parse_args_into_dataclasses(
         list(argv), return_remaining_strings=True, look_for_args_file=False
     )

@@ -19,7 +19,7 @@ PACKAGE = "flashmap_hf"
 LAYERS: tuple[tuple[str, ...], ...] = (
     # These import nothing of ours.
     ("verification", "flow", "provenance", "targets", "fingerprints", "statistics"),
-    ("devices", "prompts", "prompt_files", "options"),
+    ("devices", "prompts", "prompt_files", "options", "progress"),
     ("configuration_flashmap", "generation_config"),
     ("conditioning", "velocity", "head", "compatibility", "loading"),
     ("modeling_flashmap",),

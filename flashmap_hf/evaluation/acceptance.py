@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -27,6 +27,7 @@ from flashmap_hf.evaluation.partial import append, resume
 from flashmap_hf.evaluation.prompt_choice import balanced
 from flashmap_hf.generation_config import Verification
 from flashmap_hf.options import option
+from flashmap_hf.progress import ProgressLog
 from flashmap_hf.prompt_files import PromptRow, read_prompts
 from flashmap_hf.prompts import check_length, encode
 from flashmap_hf.provenance import write_record
@@ -220,7 +221,7 @@ def measure_all(
         short = replace(options, max_new_tokens=min(WARM_UP, options.max_new_tokens))
         measure(target, drafter, todo[0][1], inputs[todo[0][1]], todo[0][2], 0, short)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with ProgressLog(*columns) as progress:
         task = progress.add_task("", total=len(done) + len(todo), completed=len(done))
         for index, row, temperature in todo:
             result = measure(target, drafter, row, inputs[row], temperature, index, options)

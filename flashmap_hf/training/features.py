@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flashmap_hf import targets
@@ -22,9 +20,11 @@ from flashmap_hf.conditioning import default_tap_layers, tap
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.fingerprints import vocabulary_hash
 from flashmap_hf.options import option
+from flashmap_hf.progress import ProgressLog
 from flashmap_hf.provenance import write_record
 from flashmap_hf.training.answer_folder import answer_manifest, read_answer_folder
 from flashmap_hf.training.answers import Answer
+from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.shards import MANIFEST, Manifest, SequenceFeatures, write_shard
 from flashmap_hf.verification import quantile_interval
 
@@ -129,7 +129,7 @@ def make_features(
     manifest.skipped_empty, manifest.skipped_long = skipped["empty"], skipped["long"]
     done = manifest.total("answers")
     check_room(folder, usable[done:], hidden_size * len(tap_layers), context)
-    with Progress(console=Console(stderr=True)) as progress:
+    with ProgressLog() as progress:
         task = progress.add_task("features", total=len(usable), completed=done)
         for start in range(done, len(usable), shard_size):
             sequences = []
@@ -163,7 +163,7 @@ class Options:
     answers: Path = option(help="JSONL(.gz) of id, temperature, prompt_ids, response_ids; or a folder of respond")
     out: Path = option(help="folder of the shards; a run in it is resumed")
     target: str = option("smollm2-135m-instruct", "an embedded target, a folder or a Hub id")
-    temperature: Literal["any", "greedy", "sampled"] = option("any", "which answers to take")
+    kind: Literal["any", "greedy", "sampled"] = option("any", "which answers to take")
     limit: int | None = option(None, "use this many answers, in a seeded order")
     taps: list[int] = option(factory=list, help="indices of hidden states (default: four, evenly spaced)")
     context: int = option(32, "positions of the prompt to keep: the longest window that a drafter can have")
@@ -181,16 +181,17 @@ class Options:
 
 def main(options: Options) -> None:
     start = time.monotonic()
-    answers = [a for a in read_answer_folder(options.answers) if options.temperature in ("any", kind(a))]
+    answers = [a for a in read_answer_folder(options.answers) if options.kind in ("any", kind_of(a))]
     random.Random(options.seed).shuffle(answers)
     device = default_device()
     target, tokenizer = targets.load(options.target, dtype=choose_dtype(options.dtype, device), device=device)
     check_answerer(options.answers, target, tokenizer)
     taps = options.taps or default_tap_layers(target.config.get_text_config().num_hidden_layers)
-    manifest = make_features(
-        target.eval(), answers[: options.limit], options.out, taps,
-        context=options.context, max_length=options.max_length, shard_size=options.shard_size,
-    )  # fmt: skip
+    with only_writer(options.out / MANIFEST):
+        manifest = make_features(
+            target.eval(), answers[: options.limit], options.out, taps,
+            context=options.context, max_length=options.max_length, shard_size=options.shard_size,
+        )  # fmt: skip
     totals = {name: manifest.total(name) for name in ("answers", "sampled", "tokens", "bytes")}
     skipped = {"empty": manifest.skipped_empty, "long": manifest.skipped_long}
     write_record(options.out / "features.json", totals | {"skipped": skipped, "seconds": time.monotonic() - start})
@@ -212,5 +213,5 @@ def check_answerer(path: Path, target: PreTrainedModel, tokenizer: PreTrainedTok
             )
 
 
-def kind(answer: Answer) -> str:
+def kind_of(answer: Answer) -> str:
     return "sampled" if answer.temperature > 0 else "greedy"

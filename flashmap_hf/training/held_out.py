@@ -22,6 +22,10 @@ class Walk:
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0
 
+    def rate(self) -> float | None:
+        """Tokens per step for the log; None where there was no such answer."""
+        return round(self.tokens_per_step, 4) if self.steps else None
+
     def shares(self) -> list[float]:
         """Of the blocks, those that were right up to position 1, 2, ... K."""
         return [count / self.steps for count in self.joint] if self.steps else []

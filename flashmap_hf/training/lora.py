@@ -8,6 +8,23 @@ from torch import nn
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 
 ADAPTER = "adapter"  # the folder in a run's folder
+CARD = """---
+library_name: peft
+tags: [flashmap, speculative-decoding, lora]
+---
+
+# LoRA adapter of the FlashMap drafter {base}
+
+```python
+from peft import PeftModel
+from flashmap_hf import FlashMapDrafter
+
+drafter = PeftModel.from_pretrained(FlashMapDrafter.from_pretrained("{base}"), "this folder, or its Hub id")
+model.generate(**inputs, assistant_model=drafter)
+```
+
+`training.json` holds how it was trained. `drafter.merge_and_unload()` makes a plain drafter of it.
+"""
 
 
 def add_adapter(drafter: FlashMapDrafter, rank: int) -> PeftModel:
@@ -24,3 +41,5 @@ def save_adapter(adapted: PeftModel, folder: Path, base: str) -> None:
     """Write the adapter, safetensors and configuration; `base` is the drafter it belongs to."""
     adapted.peft_config["default"].base_model_name_or_path = base
     adapted.save_pretrained(str(folder), safe_serialization=True)
+    public = Path(base).name if Path(base).exists() else base  # a path is this machine's own
+    (folder / "README.md").write_text(CARD.format(base=public), encoding="utf-8")  # in place of peft's empty form

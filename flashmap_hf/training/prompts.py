@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn
 
 from flashmap_hf import targets
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.options import option
+from flashmap_hf.progress import ProgressLog
 from flashmap_hf.prompt_files import read_prompts
 from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.dataset_prompts import dataset_prompts
@@ -123,7 +123,7 @@ def collect(candidates: Iterator[Candidate], collection: PromptCollection, wante
         ValueError: no candidate is a prompt, or, if a target writes them, none of the last `PATIENCE`.
     """
     barren = 0
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as progress:
+    with ProgressLog(*ProgressLog.get_default_columns(), MofNCompleteColumn()) as progress:
         task = progress.add_task("prompts", total=wanted, completed=len(collection.ids))
         while (wanted is None or len(collection.ids) < wanted) and (candidate := next(candidates, None)) is not None:
             barren = 0 if collection.add(candidate) else barren + 1

@@ -14,14 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flashmap_hf import targets
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
 from flashmap_hf.options import option
+from flashmap_hf.progress import ProgressLog
 from flashmap_hf.prompt_files import PromptRow, read_prompts
 from flashmap_hf.prompts import encode
 from flashmap_hf.provenance import write_record
@@ -133,8 +133,8 @@ def respond(
         return record
 
     saved = start
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    columns = (*ProgressLog.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with ProgressLog(*columns) as progress:
         task = progress.add_task("answers", total=len(rows), completed=len(tally.ids), tokens=tally.tokens)
         try:
             for answer in decode(target, queue, batch_size=options.batch_size, seed=options.seed):

@@ -1,9 +1,11 @@
 """Train a drafter on a target's own answers, or adapt one: resumes from --out until its budget is spent."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flashmap_hf import targets
@@ -16,6 +18,8 @@ from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.provenance import write_record
 from flashmap_hf.training import run_log
 from flashmap_hf.training.answer_folder import answer_files, read_answer_folder
+from flashmap_hf.training.append_rows import only_writer
+from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import Options as FeatureOptions
 from flashmap_hf.training.features import check_answerer
@@ -24,6 +28,7 @@ from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vo
 from flashmap_hf.training.trainer import FlashMapTrainer
 
 Options = TrainConfig
+DRAFTER = "drafter"  # the folder in a run's folder
 
 
 def main(config: TrainConfig) -> None:
@@ -59,23 +64,32 @@ def train(config: TrainConfig) -> Path:
             f"{sum(p.numel() for p in trainer.named.values())} parameters to train",
             flush=True,
         )
-    trainer.run()
-    trainer.load_average()
-    folder = config.out / "drafter"
-    if main_process:
-        if adapted is not None:
-            save_adapter(adapted, config.out / ADAPTER, str(config.drafter))
-        if adapted is None or config.merge:
-            whole: Any = adapted.merge_and_unload() if adapted is not None else drafter
-            whole.bfloat16().save_pretrained(folder)
-        folder = config.out / ADAPTER if adapted is not None else folder
-        for written in (config.out / ADAPTER, config.out / "drafter"):
-            if written.is_dir():
-                write_record(written / "training.json", record(trainer, training, held_out))
-        score = f"{trainer.saved_score:.3f} held-out tokens per target step (simulated)"
-        print(f"{folder}: {score}, {trainer.blocks} blocks")
+    with only_writer(config.out / MARKER) if main_process else nullcontext():
+        trainer.run()
+        folder = config.out / (ADAPTER if adapted is not None else DRAFTER)
+        if main_process:
+            export(trainer, adapted, record(trainer, training, held_out))
+            score = "nothing was held out to measure on"
+            if trainer.saved_score is not None:
+                score = f"{trainer.saved_score:.3f} held-out tokens per target step (simulated)"
+            print(f"{folder}: {score}, {trainer.blocks} blocks")
     trainer.accelerator.wait_for_everyone()
     return folder
+
+
+def export(trainer: FlashMapTrainer, adapted: PeftModel | None, facts: dict[str, Any]) -> None:
+    """Write the averaged weights: the drafter in bfloat16, or its adapter (and both with --merge), with the record."""
+    config, drafter = trainer.config, trainer.load_average()
+    written = []
+    if adapted is not None:
+        save_adapter(adapted, config.out / ADAPTER, str(config.drafter))
+        written.append(config.out / ADAPTER)
+    if adapted is None or config.merge:
+        whole: Any = drafter if adapted is None else adapted.merge_and_unload()
+        whole.bfloat16().save_pretrained(config.out / DRAFTER)
+        written.append(config.out / DRAFTER)
+    for folder in written:
+        write_record(folder / "training.json", facts)
 
 
 def build_source(target: PreTrainedModel, config: TrainConfig) -> FeatureSource:

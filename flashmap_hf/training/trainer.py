@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import broadcast, reduce
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.progress import ProgressLog
 from flashmap_hf.training import checkpoint, run_log
 from flashmap_hf.training.blocks import BlockBatch, draw, epoch_batches
 from flashmap_hf.training.config import TrainConfig, learning_rate_scale
@@ -139,7 +139,7 @@ class FlashMapTrainer:
         if self.tracker:
             self.accelerator.init_trackers("flashmap", config={k: str(v) for k, v in self.config.record().items()})
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not self.accelerator.is_main_process) as progress:
+        with ProgressLog(*columns, disable=not self.accelerator.is_main_process) as progress:
             task = progress.add_task("training", total=1.0)
             progress.update(task, completed=self.progress())
             last, saved = time.monotonic(), self.seconds
@@ -150,10 +150,10 @@ class FlashMapTrainer:
                     now = time.monotonic()
                     self.seconds, last = self.agreed(self.seconds + now - last), now
                     over = self.progress() >= 1.0
-                    if self.step % self.config.log_steps == 0:
+                    named = ", ".join(f"{name} {value:.3f}" for name, value in losses.items() if value)
+                    progress.update(task, completed=self.progress(), description=f"step {self.step}: {named}")
+                    if over or self.step % self.config.log_steps == 0:
                         self.log(batch, losses, correct, scale)
-                        named = ", ".join(f"{name} {value:.3f}" for name, value in losses.items() if value)
-                        progress.update(task, completed=self.progress(), description=f"step {self.step}: {named}")
                     if over or self.seconds - saved > self.config.checkpoint_minutes * 60:
                         self.measure()
                         self.save_checkpoint()
@@ -214,16 +214,15 @@ class FlashMapTrainer:
         if score > self.best and self.config.patience:
             self.best_average = {n: t.clone() for n, t in self.average.items()}
         self.best = max(self.best, score)
-        row = {"held_out_tokens_per_step": round(score, 4),
-               "joint": [round(x, 4) for x in walks[False].shares()],
-               "held_out_tokens_per_step_sampled": round(walks[True].tokens_per_step, 4),
-               "joint_sampled": [round(x, 4) for x in walks[True].shares()],
-               "trained_tokens_per_step": round(seen[False].tokens_per_step, 4),
-               "trained_tokens_per_step_sampled": round(seen[True].tokens_per_step, 4),
-               "step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}  # fmt: skip
+        row: dict[str, Any] = {}
+        for sampled, suffix in ((False, ""), (True, "_sampled")):
+            row["held_out_tokens_per_step" + suffix] = walks[sampled].rate()
+            row["joint" + suffix] = [round(x, 4) for x in walks[sampled].shares()]
+            row["trained_tokens_per_step" + suffix] = seen[sampled].rate()
+        row |= {"step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}  # fmt: skip
         if self.accelerator.is_main_process:
             run_log.write_row(self.folder, row)
-        self.accelerator.log({n: v for n, v in row.items() if n.startswith("held")}, step=self.step)
+        self.accelerator.log({n: v for n, v in row.items() if "tokens_per_step" in n and v}, step=self.step)
         return row
 
     @torch.no_grad()
@@ -268,9 +267,9 @@ class FlashMapTrainer:
         return True
 
     @property
-    def saved_score(self) -> float:
-        """Held-out tokens per step of what `load_average` gives."""
-        return self.best if self.best_average else self.score
+    def saved_score(self) -> float | None:
+        """Held-out tokens per step of what `load_average` gives; None where nothing was held out."""
+        return (self.best if self.best_average else self.score) or None
 
     def load_average(self) -> FlashMapDrafter:
         """The drafter with the averaged weights (with patience: the best ones), to be saved or used."""

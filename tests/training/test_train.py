@@ -16,6 +16,7 @@ import flashmap_hf
 from flashmap_hf import FlashMapDrafter
 from flashmap_hf.cli import main
 from flashmap_hf.training.answers import Answer
+from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.features import make_features
 
 SMALL = ["--layers", "1", "--block-size", "3", "--window", "2", "--draft-vocab", "20", "--runs", "2", "--run-length",
@@ -161,3 +162,10 @@ def test_a_drafter_that_sees_other_layers_is_refused(
     FlashMapDrafter.from_target(target, tap_layers=[3], num_hidden_layers=1).save_pretrained(tmp_path / "drafter")
     assert train(place, tmp_path / "run", "--drafter", tmp_path / "drafter") == 2
     assert "sees layers [3]" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_folder(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with only_writer(tmp_path / "run" / "state.json"):
+        assert train(place, tmp_path / "run", "--max-steps", 1) == 2
+    assert "being written by another run" in capsys.readouterr().err
+    assert train(place, tmp_path / "run", "--max-steps", 1) == 0
