@@ -22,10 +22,10 @@ def resume(path: Path, head: dict[str, Any]) -> list[PromptResult]:
         rows: list[Any] = []
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                rows.append(json.loads(line))
-            except ValueError as error:
+                rows.append(dict(json.loads(line)))
+            except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: not JSON ({error}); delete the file to start over."
+                    f"{path}, line {number}: not a result ({error}); delete the file to start over."
                 ) from error
         if rows and rows[0] == head:
             os.truncate(path, len(whole) + 1)

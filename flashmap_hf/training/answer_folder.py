@@ -10,8 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from flashmap_hf.provenance import write_record
-from flashmap_hf.training.answers import Answer, read_answers, read_row
+from flashmap_hf.training.answers import Answer, numbered_rows, read_answers, without_repeats
 from flashmap_hf.training.append_rows import RowWriter, cut_torn_line, writing
 
 MANIFEST = "answers.json"
@@ -37,7 +39,7 @@ def answer_files(path: Path) -> list[Path]:
 def answer_manifest(path: Path) -> dict[str, Any] | None:
     """What the answers of a folder depend on; None for a file, which does not say.
 
-    Keys: target, vocabulary_hash, chat_template_hash, seed, temperature, greedy_share, max_new_tokens.
+    Keys: target, target_shape, vocabulary_hash, chat_template_hash, seed, temperature, greedy_share, max_new_tokens.
 
     Raises:
         OSError: the folder has no manifest.
@@ -61,21 +63,44 @@ def read_answer_folder(path: Path) -> Iterator[Answer]:
     """Yield the answers of a folder or file, in order.
 
     Raises:
-        OSError, ValueError: as `answer_files` and `read_answers`.
+        OSError, ValueError: as `answer_files` and `read_answers`, a folder of empty files excepted.
     """
-    *complete, last = answer_files(path)
-    for file in complete:
-        yield from read_answers(file)
+    files = answer_files(path)
     if path.is_file():
-        yield from read_answers(last)
+        yield from read_answers(path)
         return
-    try:
-        lines = last.read_bytes().decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{last} is damaged, or not UTF-8 text ({error}): make or copy it again.") from error
-    for number, line in enumerate(lines[:-1], start=1):
-        if line.strip():
-            yield read_row(line, f"{last}, line {number}")
+    rows = (row for file in files for row in numbered_rows(file, unfinished=file == files[-1]))
+    yield from without_repeats(rows)
+
+
+def same_target(one: str | None, other: str | None) -> bool:
+    """Whether two names, as they were typed, can mean one target: a folder may have been moved or typed otherwise.
+
+    Hub ids are compared whole and folders that both exist as such; else the last part decides.
+    """
+    if one == other or not one or not other:
+        return one == other
+    first, second = Path(one), Path(other)
+    if first.is_dir() and second.is_dir():
+        return first.samefile(second)
+    if not any(path.is_dir() or path.is_absolute() or len(path.parts) != 2 for path in (first, second)):
+        return False  # two Hub ids: another owner is another model
+    return first.absolute().name == second.absolute().name
+
+
+def target_shape(target: PreTrainedModel) -> dict[str, int]:
+    """What two targets of one name may differ in."""
+    config = target.config.get_text_config()
+    return {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+def check_out(folder: Path) -> None:
+    """Raise OSError where --out cannot become a folder, before any work."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise OSError(f"--out {folder}: {place} is a file; name a folder.")
+            return
 
 
 class AnswerWriter:
@@ -96,7 +121,8 @@ class AnswerWriter:
             with writing(folder / MANIFEST):
                 write_record(folder / MANIFEST, {"answers": manifest})
         files = sorted(folder.glob(PATTERN))
-        self.shard = max(0, len(files) - 1)
+        self.shard = int(files[-1].stem.rpartition("-")[2]) if files else 0
+        self.begun = bool(files)
         self.rows = 0
         if files:
             cut_torn_line(files[-1])
@@ -105,9 +131,12 @@ class AnswerWriter:
 
     def _compare(self, begun: dict[str, Any], now: dict[str, Any]) -> None:
         for name, value in now.items():
-            if begun.get(name) != value:
+            found = begun.get(name)
+            if name == "target_shape" and found is None:
+                continue  # the folder is older than this part of the manifest
+            if not (same_target(found, value) if name == "target" else found == value):
                 raise ValueError(
-                    f"{self.folder} was begun with {name}={begun.get(name)}, not {value}: answer into another folder."
+                    f"{self.folder} was begun with {name}={found}, not {value}: answer into another folder."
                 )
 
     def write(self, answer: Answer) -> None:

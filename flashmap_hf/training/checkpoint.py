@@ -36,7 +36,13 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], counters: di
     """Write the state of `step` and drop older ones once the marker points to it."""
     name = f"{step}-{SUFFIX}"
     aside = folder / (name + ".tmp")
-    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, aside)
+    for torn in folder.glob(f"*-{SUFFIX}.tmp"):  # of a run that was killed while it wrote
+        torn.unlink()
+    try:
+        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, aside)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise OSError(f"{aside} could not be written ({error}); the checkpoint before it stays: make room.") from error
     aside.replace(folder / name)
     marker = folder / (MARKER + ".tmp")
     marker.write_text(json.dumps({"file": name} | counters))

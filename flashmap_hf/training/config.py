@@ -30,7 +30,7 @@ class TrainConfig:
     hidden_size: int | None = option(None, "its width (default: the target's)")
     block_size: int = option(5, "K, tokens drafted in one pass")
     window: int = option(16, "W, committed positions that condition a block")
-    draft_vocab: int = option(8192, "tokens that the drafter can propose, the most frequent ones; 0: all")
+    draft_vocab: int = option(8192, "tokens that the drafter can propose, the most frequent ones; 0, or too many: all")
     coupling: Literal["quantile", "independent"] = option("quantile", "what z_0 is: the target's own noise, or another")
     head_rank: int | None = option(None, "a low-rank head of its own of this rank (default: the target's unembedding)")
     transition_rank: int | None = option(None, "rank of the bias from the previously drafted token (default: none)")
@@ -47,7 +47,7 @@ class TrainConfig:
     # losses
     cross_entropy: float = option(1.0, "weight of the cross-entropy at the endpoint")
     velocity: float = option(0.1, "weight of the flow-matching velocity loss")
-    kl: float = option(0.0, "weight of KL(target || drafter), where the noise is hidden or zero")
+    kl: float = option(0.0, "weight of KL(target at temperature 1 || drafter), where the noise is hidden or zero")
     position_decay: float = option(0.85, "position k weighs this to the power k - 1, in every loss")
     # optimisers
     optimiser: Literal["muon", "adamw"] = option("muon", "for matrices; everything else has AdamW")
@@ -75,13 +75,17 @@ class TrainConfig:
                      "head_rank", "transition_rank"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value}: must be greater than 0.")
+                raise ValueError(f"{name}={value}: must be a finite number greater than 0.")
+        most = {"muon_lr": 10, "adam_lr": 10, "run_length": 4096, "block_size": 256, "seed": 2**32}
+        for name, highest in most.items():
+            if getattr(self, name) > highest:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at most {highest}.")
         for name in ("warmup", "decay", "start_share", "hide_share", "ema", "position_decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie between 0 and 1.")
         for name in ("cross_entropy", "velocity", "kl", "weight_decay", "held_out", "patience", "draft_vocab", "seed"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or greater.")
+                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number, 0 or greater.")
         if self.cross_entropy == self.velocity == self.kl == 0.0:
             raise ValueError("cross_entropy, velocity and kl are all 0: there is no loss to train with.")
 

@@ -1,6 +1,7 @@
 """Tokens per target step on held-out answers, walked over what the target is known to say: no target forward needed."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -56,6 +57,22 @@ def walk_held_out(objective: BlockObjective, held_out: FeatureSource, seed: int)
             walk.joint = [a + b for a, b in zip(walk.joint, right[place], strict=True)]
             walk.steps, walk.tokens, place = walk.steps + 1, walk.tokens + accepted + 1, place + accepted + 1
     return walks
+
+
+def compared(
+    objective: BlockObjective, held_out: FeatureSource, seen: FeatureSource, seed: int
+) -> tuple[dict[str, Any], float]:
+    """The walks over held-out answers and over some that are trained on, as a row of the log; and the score.
+
+    The score is that of held-out greedy answers, or of sampled ones where there are no others.
+    """
+    walks, trained = (walk_held_out(objective, source, seed) for source in (held_out, seen))
+    row: dict[str, Any] = {}
+    for sampled, suffix in ((False, ""), (True, "_sampled")):
+        row["held_out_tokens_per_step" + suffix] = walks[sampled].rate()
+        row["joint" + suffix] = [round(x, 4) for x in walks[sampled].shares()]
+        row["trained_tokens_per_step" + suffix] = trained[sampled].rate()
+    return row, walks[False].tokens_per_step or walks[True].tokens_per_step
 
 
 def draft_run(

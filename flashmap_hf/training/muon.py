@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                 updates = []
                 for p in params:
                     assert p.grad is not None  # chosen above
-                    buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                     buffer.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(buffer, group["momentum"]))
                 scale = group["lr"] * max(1.0, rows / columns) ** 0.5

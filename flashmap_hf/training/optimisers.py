@@ -22,8 +22,8 @@ def build_optimisers(
     matrices = [p for p in parameters if p.ndim == 2]
     others = [p for p in parameters if p.ndim != 2]
     optimisers: dict[str, torch.optim.Optimizer] = {}
-    if config.optimiser == "muon" and config.lora is None:  # the factors of an adapter are too narrow
-        wide = [p for p in matrices if min(p.shape) >= LEAST_SIDE]
+    wide = [p for p in matrices if min(p.shape) >= LEAST_SIDE]
+    if config.optimiser == "muon" and config.lora is None and wide:  # the factors of an adapter are too narrow
         matrices = [p for p in matrices if min(p.shape) < LEAST_SIDE]
         emulated = device.type == "cpu" and not cpu_multiplies_bfloat16()
         optimisers["muon"] = (Muon if emulated else torch.optim.Muon)(

@@ -25,7 +25,7 @@ from flashmap_hf.progress import ProgressLog
 from flashmap_hf.prompt_files import PromptRow, read_prompts
 from flashmap_hf.prompts import encode
 from flashmap_hf.provenance import write_record
-from flashmap_hf.training.answer_folder import MANIFEST, AnswerWriter, read_answer_folder
+from flashmap_hf.training.answer_folder import MANIFEST, AnswerWriter, check_out, read_answer_folder, target_shape
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.append_rows import only_writer, writing
 from flashmap_hf.training.batch import Request
@@ -98,6 +98,7 @@ def main(options: Options) -> None:
         ValueError: an input is malformed, the folder was begun with other options, or no prompt is short enough.
         OSError: a file cannot be read or written; what was written stays.
     """
+    check_out(options.out)
     rows = read_prompts(options.prompts)[: options.limit]
     device = default_device()
     target, tokenizer = targets.load(options.target, dtype=choose_dtype(options.dtype, device), device=device)
@@ -118,7 +119,7 @@ def respond(
     """Answer `rows` into `options.out`; returns the record."""
     writer = AnswerWriter(options.out, manifest(target, tokenizer, options), options.shard_rows)
     seconds_before, stop_ids, tally = seconds_of(options.out / RECORD), end_ids(target), Tally()
-    for answer in read_answer_folder(options.out) if writer.rows else ():
+    for answer in read_answer_folder(options.out) if writer.begun else ():
         tally.add(answer, stop_ids)
     tokens_before, start = tally.tokens, time.monotonic()
     queue = Queue(target, tokenizer, rows, options, tally)
@@ -202,6 +203,7 @@ def manifest(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, option
     """What the answers depend on."""
     whose = {
         "target": target.config.name_or_path,
+        "target_shape": target_shape(target),
         "vocabulary_hash": vocabulary_hash(tokenizer),
         "chat_template_hash": chat_template_hash(tokenizer),
     }

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flashmap_hf.training.append_rows import writing
+
 LOG = "log.jsonl"
 
 
@@ -27,8 +29,14 @@ def tracker(report_to: str) -> str | None:
 def write_row(folder: Path, row: dict[str, Any]) -> None:
     path = folder / LOG
     torn = path.is_file() and not path.read_bytes().endswith(b"\n")  # by a kill: the next row starts a line of its own
-    with path.open("a", encoding="utf-8") as lines:
+    with writing(path), path.open("a", encoding="utf-8") as lines:
         lines.write("\n" * torn + json.dumps(row) + "\n")
+
+
+def set_aside(folder: Path) -> None:
+    """Move the log of a run that left no checkpoint out of the way: its steps are taken again."""
+    if (folder / LOG).is_file():
+        (folder / LOG).replace(folder / f"{LOG}.old")
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:

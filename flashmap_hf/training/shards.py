@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +15,10 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class Manifest:
-    """What a feature folder holds. `shards` rows: file, answers, tokens, sampled, agreeing, bytes, sha256."""
+    """What a feature folder holds. `shards` rows: file, answers, tokens, sampled, agreeing, bytes, sha256, ids.
+
+    ids: a fingerprint of each answer by its id; rows of older folders lack it.
+    """
 
     target: str
     target_hidden_size: int
@@ -23,12 +27,19 @@ class Manifest:
     dtype: str
     skipped_empty: int = 0
     skipped_long: int = 0
-    shards: list[dict[str, int | str]] = field(default_factory=list)
+    shards: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         aside = folder / (MANIFEST + ".tmp")
-        aside.write_text(json.dumps(asdict(self), indent=1))
-        aside.replace(folder / MANIFEST)
+        try:
+            aside.write_text(json.dumps(asdict(self), indent=1))
+            aside.replace(folder / MANIFEST)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise OSError(
+                f"{folder / MANIFEST} cannot be written ({error.strerror or error}); the shards in it are complete: "
+                "make room and run this again."
+            ) from error
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -41,6 +52,29 @@ class Manifest:
                 f"{folder / MANIFEST} is damaged ({error}): delete {folder} and make them again."
             ) from error
 
+    def next_number(self) -> int:
+        """The first number that no shard has had."""
+        return 1 + max((int(Path(row["file"]).stem.rpartition("-")[2]) for row in self.shards), default=-1)
+
+    def known(self) -> dict[str, str]:
+        """The fingerprints of all answers, by id."""
+        return {id: fingerprint for row in self.shards for id, fingerprint in row["ids"].items()}
+
+    def drop_damaged(self, folder: Path) -> list[str]:
+        """Forget the shards that are missing or truncated; returns a sentence on each.
+
+        Raises:
+            ValueError: the folder is older than the ids in the manifest.
+        """
+        if any("ids" not in row for row in self.shards):
+            raise ValueError(
+                f"{folder / MANIFEST} does not say which answers it holds (an older version wrote it), so that no more "
+                "can be added: make the features again in another folder."
+            )
+        lost = {row["file"]: state for row in self.shards if (state := damage(folder, row))}
+        self.shards = [row for row in self.shards if row["file"] not in lost]
+        return [f"{folder / name} is {state}: its answers are computed again" for name, state in lost.items()]
+
     def total(self, name: str) -> int:
         return sum(int(row[name]) for row in self.shards)
 
@@ -51,7 +85,8 @@ class SequenceFeatures:
 
     taps `[P + R, N * D]`; tokens `[P + R]` int32; argmax `[R]` int32, the target's greedy choice where each response
     token stands; f_left, f_right `[R]` float64, the quantile interval of each response token under the target at the
-    answer's temperature (both 0 when the answer is greedy); first = P.
+    answer's temperature (both 0 when the answer is greedy); first = P. Not kept on disk, of a sampled answer: expected
+    and squared, the sums over its tokens of the first and second moment of a token's probability when the target draws.
     """
 
     taps: torch.Tensor
@@ -60,6 +95,8 @@ class SequenceFeatures:
     f_left: torch.Tensor
     f_right: torch.Tensor
     first: int
+    expected: float = 0.0
+    squared: float = 0.0
 
     @property
     def sampled(self) -> bool:
@@ -71,8 +108,8 @@ class SequenceFeatures:
         return int((self.argmax == self.tokens[self.first :]).sum())
 
 
-def write_shard(path: Path, sequences: list[SequenceFeatures]) -> dict[str, int | str]:
-    """Write aside, then rename; returns the shard's row of the manifest.
+def write_shard(path: Path, sequences: list[SequenceFeatures], ids: dict[str, str]) -> dict[str, Any]:
+    """Write aside, then rename; returns the shard's row of the manifest, with the `ids` of its answers.
 
     Raises:
         OSError: the file cannot be written; the shards before it stay as they are.
@@ -105,22 +142,30 @@ def write_shard(path: Path, sequences: list[SequenceFeatures]) -> dict[str, int 
         "agreeing": sum(s.agreeing for s in sequences if not s.sampled),
         "bytes": path.stat().st_size,
         "sha256": digest,
+        "ids": ids,
     }
 
 
-def read_shard(folder: Path, row: dict[str, int | str]) -> list[SequenceFeatures]:
+def damage(folder: Path, row: dict[str, Any]) -> str:
+    """How the file of a row differs from it at first sight: missing, truncated, or "" where it does not."""
+    path = folder / row["file"]
+    if not path.is_file():
+        return "missing"
+    return "" if path.stat().st_size == row["bytes"] else "truncated"
+
+
+def read_shard(folder: Path, row: dict[str, Any]) -> list[SequenceFeatures]:
     """Read one shard and check it against its row of the manifest.
 
     Raises:
         OSError: the file is missing, truncated or has another checksum.
     """
     path = folder / str(row["file"])
-    if not path.is_file() or path.stat().st_size != row["bytes"]:
-        raise OSError(
-            f"{path} is missing or truncated; delete it and its row in {MANIFEST} and make the features again."
-        )
+    way_out = "delete that file alone and run flashmap features again, which computes its answers anew"
+    if state := damage(folder, row):
+        raise OSError(f"{path} is {state}: {way_out}.")
     if hashlib.sha256(path.read_bytes()).hexdigest() != row["sha256"]:
-        raise OSError(f"{path} does not have the checksum in {MANIFEST}; delete both and make the features again.")
+        raise OSError(f"{path} does not have the checksum in {MANIFEST}: {way_out}.")
     tensors = load_file(path)
     sequences, position, response = [], 0, 0
     for first, length in zip(tensors["first"].tolist(), tensors["length"].tolist(), strict=True):

@@ -8,11 +8,13 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from flashmap_hf.training.answer_folder import same_target
 from flashmap_hf.training.answers import Answer
-from flashmap_hf.training.features import check_answers, compute
+from flashmap_hf.training.features import check_agreement, check_answers, compute
 from flashmap_hf.training.shards import Manifest, SequenceFeatures, read_shard
 
 ONLINE_GROUP = 64  # answers whose features are held in memory at once
+PROBED = 8  # answers that show whose they are
 
 
 class FeatureSource(Protocol):
@@ -68,7 +70,7 @@ def stored_features(folders: Sequence[Path], target: str, target_hidden_size: in
     """
     manifests = [(folder, Manifest.read(folder)) for folder in folders]
     for folder, manifest in manifests:
-        if (manifest.target, manifest.target_hidden_size) != (target, target_hidden_size):
+        if not same_target(manifest.target, target) or manifest.target_hidden_size != target_hidden_size:
             raise ValueError(
                 f"{folder} holds features of {manifest.target} (hidden size {manifest.target_hidden_size}), not of "
                 f"{target} ({target_hidden_size}): make them again, or name that target with --target."
@@ -97,6 +99,7 @@ class OnlineFeatures:
         self.answers, self.skipped = check_answers(target, answers, max_length)
         self.group = ONLINE_GROUP
         self.held: OrderedDict[int, SequenceFeatures] = OrderedDict()
+        check_agreement([self[i] for i in range(min(PROBED, len(self)))], target.config.name_or_path or "this target")
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -157,13 +160,14 @@ def split(source: FeatureSource, held_out: int) -> tuple[Part, Part]:
     return Part(source, rest), Part(source, sorted(chosen))
 
 
-def draft_vocabulary(source: FeatureSource, size: int, always: Sequence[int]) -> torch.Tensor:
-    """The `size` most frequent response tokens, `always` among them, in ascending order. `[size]`"""
+def draft_vocabulary(source: FeatureSource, size: int, always: Sequence[int], proposable: int) -> torch.Tensor:
+    """The `size` most frequent response tokens below `proposable`, `always` among them, in ascending order. `[size]`"""
     counts: Counter[int] = Counter()
     for index in range(len(source)):
         counts.update(source.response(index))
-    ranked = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))
+    known_tokens = [*always, *(token for token, _ in counts.most_common())]
+    ranked = [token for token in dict.fromkeys(known_tokens) if token < proposable]
     if len(ranked) < size:
         known = set(ranked)
-        ranked += [i for i in range(size + len(known)) if i not in known]
+        ranked += [i for i in range(min(size + len(known), proposable)) if i not in known]
     return torch.tensor(sorted(ranked[:size]))

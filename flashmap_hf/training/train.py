@@ -14,10 +14,10 @@ from flashmap_hf.conditioning import default_tap_layers
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.head import unembedding_rows
-from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.modeling_flashmap import FlashMapDrafter, config_for_target
 from flashmap_hf.provenance import write_record
 from flashmap_hf.training import run_log
-from flashmap_hf.training.answer_folder import answer_files, read_answer_folder
+from flashmap_hf.training.answer_folder import answer_files, check_out, read_answer_folder
 from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
@@ -38,6 +38,7 @@ def main(config: TrainConfig) -> None:
 
 def train(config: TrainConfig) -> Path:
     """The whole run. Returns the folder of the drafter, or of the adapter."""
+    check_out(config.out)
     run_log.tracker(config.report_to)  # what is not installed is named before anything is loaded
     if config.answers is not None:
         answer_files(config.answers)
@@ -53,6 +54,8 @@ def train(config: TrainConfig) -> Path:
             f"--window {config.window}: the features keep {source.context} positions of a prompt; lower it, or make "
             "features with a larger --context."
         )
+    if config.kl:
+        check_readout(target)
     training, held_out = split(source, config.held_out)
     drafter = build_drafter(target, tokenizer, training, config)
     adapted = add_adapter(drafter, config.lora) if config.lora is not None else None
@@ -92,6 +95,23 @@ def export(trainer: FlashMapTrainer, adapted: PeftModel | None, facts: dict[str,
         write_record(folder / "training.json", facts)
 
 
+@torch.inference_mode()
+def check_readout(target: PreTrainedModel) -> None:
+    """Raise ValueError where the target's law is not its final hidden state times its unembedding, which --kl reads."""
+    ids = torch.arange(min(64, target.config.get_text_config().vocab_size), device=target.device)[None]
+    output = target(ids, output_hidden_states=True, use_cache=False)
+    output_embeddings: Any = target.get_output_embeddings()
+    size = output.hidden_states[-1].shape[-1]
+    rows = unembedding_rows(output_embeddings, output.logits.shape[-1], size)
+    read = torch.nn.functional.linear(output.hidden_states[-1].float(), rows.float()).log_softmax(-1)
+    law = output.logits.float().log_softmax(-1)
+    if float((law.exp() * (law - read)).sum(-1).max()) > 1e-3:  # nats
+        raise ValueError(
+            f"--kl: the logits of {type(target).__name__} are more than its final hidden state times its unembedding "
+            "(a bias, a scale or a cap): train without --kl."
+        )
+
+
 def build_source(target: PreTrainedModel, config: TrainConfig) -> FeatureSource:
     """The features of the run, from files or from the target itself."""
     if config.answers is None:
@@ -117,19 +137,21 @@ def build_drafter(
             )
         return drafter.train()
     overrides: dict[str, Any] = {"hidden_size": config.hidden_size} if config.hidden_size else {}
+    proposable = config_for_target(target, tokenizer).num_proposable
+    draft_vocab = config.draft_vocab if 0 < config.draft_vocab < proposable else None
     if config.head_rank:
         overrides |= {"head": "low_rank", "head_rank": config.head_rank}
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         drafter = FlashMapDrafter.from_target(
             target, tokenizer, tap_layers=training.tap_layers, window=config.window, block_size=config.block_size,
-            num_hidden_layers=config.layers, coupling=config.coupling, draft_vocab_size=config.draft_vocab or None,
+            num_hidden_layers=config.layers, coupling=config.coupling, draft_vocab_size=draft_vocab,
             transition_rank=config.transition_rank, **overrides,
         )  # fmt: skip
-    if config.draft_vocab:
+    if drafter.config.draft_vocab_size:
         eos: Any = target.generation_config.eos_token_id
         always = eos if isinstance(eos, list) else [eos] if eos is not None else []
-        drafter.head.draft_vocab_ids.copy_(draft_vocabulary(training, config.draft_vocab, always))
+        drafter.head.draft_vocab_ids.copy_(draft_vocabulary(training, drafter.head.size, always, proposable))
     return drafter.train()
 
 

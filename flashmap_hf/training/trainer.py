@@ -4,20 +4,18 @@ import time
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import broadcast, reduce
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from flashmap_hf.devices import choose_dtype, default_device
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.progress import ProgressLog
 from flashmap_hf.training import checkpoint, run_log
 from flashmap_hf.training.blocks import BlockBatch, draw, epoch_batches
 from flashmap_hf.training.config import TrainConfig, learning_rate_scale
-from flashmap_hf.training.held_out import walk_held_out
+from flashmap_hf.training.held_out import compared
 from flashmap_hf.training.losses import NAMES
 from flashmap_hf.training.objective import BlockObjective
 from flashmap_hf.training.optimisers import build_optimisers
+from flashmap_hf.training.processes import agreed, build_accelerator, whole
 from flashmap_hf.training.sources import FeatureSource, Part
 
 COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds", "score", "best", "without_better")
@@ -44,6 +42,8 @@ class FlashMapTrainer:
     ):
         if not len(source):
             raise ValueError("source is empty: there is no answer to train on.")
+        if config.patience and not len(held_out):
+            raise ValueError(f"patience={config.patience}: no answer is held out to measure on; raise --held-out.")
         taps = drafter.config.tap_layers or [0]
         if config.kl and taps[-1] != drafter.config.target_num_layers:
             raise ValueError(f"kl={config.kl} needs the final layer among the taps, which are {taps}.")
@@ -51,13 +51,7 @@ class FlashMapTrainer:
         self.source, self.held_out = source, held_out
         self.seen = Part(source, range(min(len(source), len(held_out))))  # the gap to these is learning by heart
         self.tracker = run_log.tracker(config.report_to)
-        self.accelerator = Accelerator(
-            cpu=default_device().type == "cpu",  # else several processes without a GPU would not find each other
-            mixed_precision=precision(config),
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)],
-            log_with=self.tracker,
-            project_dir=str(config.out),
-        )
+        self.accelerator = build_accelerator(config, self.tracker)
         device = self.accelerator.device
         self.objective = BlockObjective(
             drafter.to(device), embeddings.to(device), unembedding.to(device), config.position_decay, config.kl > 0
@@ -127,7 +121,7 @@ class FlashMapTrainer:
                 self.average[name].lerp_(parameter, 1 - decay)
         self.step += 1
         self.batch_in_epoch += 1
-        self.blocks += batch.anchors.numel() * self.accelerator.num_processes
+        self.blocks += int(whole(batch.labels_mask.any(-1).sum().to(loss.device)))
         return dict(zip(NAMES, each.tolist(), strict=True)), correct
 
     # the run
@@ -135,7 +129,8 @@ class FlashMapTrainer:
     def run(self) -> None:
         """Train until the budget is spent or patience ends, resuming from the folder's checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.load_checkpoint()
+        if not self.load_checkpoint() and self.accelerator.is_main_process:
+            run_log.set_aside(self.folder)
         if self.tracker:
             self.accelerator.init_trackers("flashmap", config={k: str(v) for k, v in self.config.record().items()})
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -148,7 +143,7 @@ class FlashMapTrainer:
                     scale = learning_rate_scale(self.progress(), self.config.warmup, self.config.decay)
                     losses, correct = self.train_step(batch, scale)
                     now = time.monotonic()
-                    self.seconds, last = self.agreed(self.seconds + now - last), now
+                    self.seconds, last = agreed(self.accelerator, self.seconds + now - last), now
                     over = self.progress() >= 1.0
                     named = ", ".join(f"{name} {value:.3f}" for name, value in losses.items() if value)
                     progress.update(task, completed=self.progress(), description=f"step {self.step}: {named}")
@@ -181,12 +176,6 @@ class FlashMapTrainer:
     def patience_ended(self) -> bool:
         return 0 < self.config.patience <= self.without_better
 
-    def agreed(self, value: float) -> float:
-        """The main process's value: clocks differ, and all must stop at the same step."""
-        if self.accelerator.num_processes == 1:
-            return value
-        return float(broadcast(torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)))
-
     # what is reported
 
     def log(self, batch: BlockBatch, losses: dict[str, float], correct: torch.Tensor, scale: float) -> None:
@@ -202,23 +191,22 @@ class FlashMapTrainer:
 
     def measure(self) -> dict[str, Any]:
         """Held-out tokens per step of the averaged weights, by a walk over known answers; kept when the best so far."""
+        if not all(bool(p.isfinite().all()) for p in self.named.values()):
+            raise FloatingPointError(
+                f"The weights are not finite at step {self.step}: lower --muon-lr or --adam-lr and run again; "
+                f"a checkpoint in {self.folder} is from before."
+            )
         current = {n: p.detach().clone() for n, p in self.named.items()}
         self.assign(self.average)
         self.drafter.eval()
-        walks = walk_held_out(self.objective, self.held_out, self.config.seed)
-        seen = walk_held_out(self.objective, self.seen, self.config.seed)
+        row, score = compared(self.objective, self.held_out, self.seen, self.config.seed)
         self.drafter.train()
         self.assign(current)
-        self.score = score = self.agreed(walks[False].tokens_per_step)
+        self.score = score = agreed(self.accelerator, score)
         self.without_better = 0 if score > self.best else self.without_better + 1
         if score > self.best and self.config.patience:
             self.best_average = {n: t.clone() for n, t in self.average.items()}
         self.best = max(self.best, score)
-        row: dict[str, Any] = {}
-        for sampled, suffix in ((False, ""), (True, "_sampled")):
-            row["held_out_tokens_per_step" + suffix] = walks[sampled].rate()
-            row["joint" + suffix] = [round(x, 4) for x in walks[sampled].shares()]
-            row["trained_tokens_per_step" + suffix] = seen[sampled].rate()
         row |= {"step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}  # fmt: skip
         if self.accelerator.is_main_process:
             run_log.write_row(self.folder, row)
@@ -240,7 +228,7 @@ class FlashMapTrainer:
             tensors |= {f"best.{n}": t for n, t in self.best_average.items()}
             for name, optimiser in self.optimisers.items():
                 tensors |= checkpoint.optimiser_tensors(name, optimiser)
-            counters = {n: getattr(self, n) for n in COUNTERS} | {"drafter": checkpoint.shape(self.drafter.config)}
+            counters = {n: getattr(self, n) for n in COUNTERS} | {"drafter": self.shape()}
             checkpoint.save(self.folder, self.step, tensors, counters)
         self.accelerator.wait_for_everyone()
 
@@ -250,13 +238,15 @@ class FlashMapTrainer:
         if found is None:
             return False
         tensors, counters = found
-        checkpoint.check_shape(self.folder, counters.get("drafter", {}), checkpoint.shape(self.drafter.config))
+        checkpoint.check_shape(self.folder, counters.get("drafter", {}), self.shape())
         device = self.accelerator.device
         parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "average": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition(".")
             if part in parts:
                 parts[part][rest] = tensor.to(device)
+        if self.config.lora is not None:
+            self.check_base(parts["model"])
         self.drafter.load_state_dict(parts["model"])
         self.objective.read_draft_vocabulary()  # a checkpoint may hold other ids than the drafter was built with
         self.average, self.best_average = parts["average"], parts["best"]
@@ -265,6 +255,19 @@ class FlashMapTrainer:
         for name in COUNTERS:
             setattr(self, name, counters.get(name, getattr(self, name)))
         return True
+
+    def shape(self) -> dict[str, Any]:
+        """What a resumed run must not change."""
+        return checkpoint.shape(self.drafter.config) | {"lora": self.config.lora, "optimiser": self.config.optimiser}
+
+    def check_base(self, trained: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError where an adapter was begun on another drafter: the weights beside it are not trained."""
+        for name, parameter in self.drafter.named_parameters():
+            if not parameter.requires_grad and not torch.equal(parameter, trained[name]):
+                raise ValueError(
+                    f"{self.folder} adapts another drafter than {self.config.drafter} ({name} differs): name that one, "
+                    "or use another folder."
+                )
 
     @property
     def saved_score(self) -> float | None:
@@ -275,16 +278,3 @@ class FlashMapTrainer:
         """The drafter with the averaged weights (with patience: the best ones), to be saved or used."""
         self.assign(self.best_average or self.average)
         return self.drafter.eval()
-
-
-def precision(config: TrainConfig) -> str:
-    """The autocast of the run, as accelerate calls it; float16 would need its gradients scaled, Muon's too."""
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if choose_dtype("auto", default_device()) == torch.bfloat16 else "no"
-
-
-def whole(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes."""
-    summed: torch.Tensor = reduce(values, reduction="sum")
-    return summed

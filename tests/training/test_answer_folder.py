@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from flashmap_hf.training.answer_folder import AnswerWriter, answer_files, answer_manifest, read_answer_folder
+from flashmap_hf.training.answer_folder import (
+    AnswerWriter,
+    answer_files,
+    answer_manifest,
+    read_answer_folder,
+    same_target,
+)
 from flashmap_hf.training.answers import Answer
 
 MANIFEST = {"target": "tiny", "seed": 0}
@@ -83,3 +89,50 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     last.write_bytes(b"\xff\n")
     with pytest.raises(ValueError, match=r"answers-00001\.jsonl is damaged"):
         list(read_answer_folder(tmp_path))
+
+
+def test_an_id_that_comes_again_is_named(tmp_path: Path) -> None:
+    write(tmp_path, [*answers(4), *answers(1)])
+    with pytest.raises(ValueError, match=r"00001\.jsonl, line 2: the id 'a0' was in .*00000\.jsonl, line 1"):
+        list(read_answer_folder(tmp_path))
+
+
+def test_a_line_torn_within_a_character_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, answers(1))
+    with answer_files(tmp_path)[0].open("ab") as file:
+        file.write('{"id": "\u00e9'.encode()[:-1])
+    assert list(read_answer_folder(tmp_path)) == answers(1)
+
+
+def test_a_missing_shard_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, answers(8))
+    answer_files(tmp_path)[1].unlink()
+    write(tmp_path, answers(3, start=8))
+    assert [(path.name, path.read_text().count("\n")) for path in answer_files(tmp_path)] == [
+        ("answers-00000.jsonl", 3), ("answers-00002.jsonl", 3), ("answers-00003.jsonl", 2),
+    ]  # fmt: skip
+
+
+def test_one_target_by_several_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("t", "runs/t", "tuned"):
+        Path(folder).mkdir(parents=True)
+    for one, other in (("t", "./t"), ("t", str(tmp_path / "t")), ("owner/t", "t"), ("/moved/t", "t"), ("a/b", "a/b")):
+        assert same_target(one, other) and same_target(other, one)
+    for one, other in (
+        ("t", "tuned"),
+        ("t", "runs/t"),
+        ("a/b", "c/b"),
+        ("/moved/t", "/moved/u"),
+        ("", "t"),
+        (None, "t"),
+    ):
+        assert not same_target(one, other) and not same_target(other, one)
+
+
+def test_the_same_target_by_another_path_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t").mkdir()
+    Path("out").mkdir()
+    AnswerWriter(tmp_path / "out", MANIFEST | {"target": "t"}, 3)
+    AnswerWriter(tmp_path / "out", MANIFEST | {"target": "./t", "target_shape": {"hidden_size": 8}}, 3)

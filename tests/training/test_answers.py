@@ -24,7 +24,9 @@ def test_plain_and_gzip(tmp_path: Path) -> None:
     "line",
     ["{", "[]", '{"id": 1}', json.dumps(ROW | {"prompt_ids": "hello"}), json.dumps(ROW | {"response_ids": [1.5]}),
      json.dumps(ROW | {"response_ids": [-1]}), json.dumps(ROW | {"temperature": float("nan")}),
-     json.dumps(ROW | {"temperature": -1}), "[" * 100_000],
+     json.dumps(ROW | {"temperature": -1}), "[" * 100_000, json.dumps(ROW | {"prompt_ids": []}),
+     json.dumps(ROW | {"response_ids": [True]}), json.dumps(ROW | {"id": None}),
+     json.dumps(ROW | {"temperature": True})],
 )  # fmt: skip
 def test_bad_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
@@ -44,4 +46,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe\n")
     for name in ("cut.jsonl.gz", "latin.jsonl"):
         with pytest.raises(ValueError, match=f"{name} is damaged"):
+            list(read_answers(tmp_path / name))
+
+
+def test_what_is_no_text_of_answers_is_named(tmp_path: Path) -> None:
+    row = json.dumps(ROW) + "\n"
+    for name, content, message in (
+        ("plain.jsonl.gz", row.encode(), "plain.jsonl.gz is named .gz"),
+        ("marked.jsonl", ("\ufeff" + row).encode(), "marked.jsonl, line 1: begins with a byte order mark"),
+        ("empty.jsonl", b"\n", "empty.jsonl holds no answer"),
+        ("twice.jsonl", (row + "\n" + row).encode(), "twice.jsonl, line 3: the id '7' was in .*twice.jsonl, line 1"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
             list(read_answers(tmp_path / name))

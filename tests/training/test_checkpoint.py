@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from flashmap_hf.training import checkpoint
 
@@ -58,3 +59,18 @@ def test_damage_is_named(tmp_path: Path, marker: str | None) -> None:
     damaged.write_text(marker or "no weights")
     with pytest.raises(OSError, match=r"damaged checkpoint.*delete state\.json"):
         checkpoint.load(tmp_path)
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0-state.safetensors.tmp").write_bytes(b"of a run that was killed")
+    checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {"step": 1})
+
+    def full(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match=r"2-state\.safetensors\.tmp could not be written.*No space left"):
+        checkpoint.save(tmp_path, 2, {"a": torch.ones(2)}, {"step": 2})
+    found = checkpoint.load(tmp_path)
+    assert found is not None and found[1]["step"] == 1 and not list(tmp_path.glob("*.tmp"))

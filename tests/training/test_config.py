@@ -33,6 +33,12 @@ def test_learning_rate_is_a_trapezoid() -> None:
         ("velocity", float("inf")),
         ("held_out", -1),
         ("draft_vocab", -5),
+        ("seed", 10**17),
+        ("run_length", 10**9),
+        ("block_size", 10**7),
+        ("adam_lr", 1e38),
+        ("max_minutes", float("inf")),
+        ("clip", float("nan")),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: float) -> None:

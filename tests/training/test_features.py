@@ -1,16 +1,21 @@
 """Features are the target's own states; shards resume, and damage is found."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from tiny_files import byte_tokenizer, write_target
 from transformers import LlamaForCausalLM
 
+from flashmap_hf import cli
 from flashmap_hf.conditioning import tap
+from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
 from flashmap_hf.training.answers import Answer
-from flashmap_hf.training.features import check_room, compute, make_features
+from flashmap_hf.training.features import check_agreement, check_answers, check_room, compute, make_features
 from flashmap_hf.training.shards import Manifest, read_shard
 from flashmap_hf.verification import quantile_token
 
@@ -130,7 +135,164 @@ def test_a_disk_that_fills_up_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr("flashmap_hf.training.shards.save_file", full)
-        with pytest.raises(OSError, match=r"features-0000002\.safetensors could not be written.*No space left"):
+        with pytest.raises(OSError, match=r"features-0000001\.safetensors could not be written.*No space left"):
             make_features(target, answers, tmp_path, TAPS, shard_size=2)
     assert not list(tmp_path.glob("*.tmp")) and len(Manifest.read(tmp_path).shards) == 1
     assert len(make_features(target, answers, tmp_path, TAPS, shard_size=2).shards) == 4
+
+
+def ids_in(folder: Path) -> list[str]:
+    return [id for row in Manifest.read(folder).shards for id in row["ids"]]
+
+
+def test_other_answers_add_up(target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path) -> None:
+    """Whatever the order, the kind or the limits of the runs: each answer is there once."""
+    sampled = [a for a in answers if a.temperature]
+    make_features(target, sampled[::-1], tmp_path, TAPS, shard_size=3)
+    make_features(target, answers, tmp_path, TAPS, max_length=15, shard_size=2)
+    make_features(target, answers[3:], tmp_path, TAPS, shard_size=2)
+    manifest = make_features(target, answers, tmp_path, TAPS, shard_size=2)
+    ids = ids_in(tmp_path)
+    assert sorted(ids) == [a.id for a in answers] and manifest.total("answers") == 8
+    by_id = {a.id: a for a in answers}
+    read = [s for row in manifest.shards for s in read_shard(tmp_path, row)]
+    for id, sequence in zip(ids, read, strict=True):
+        assert torch.equal(sequence.taps, compute(target, by_id[id], TAPS, context=32).taps)
+
+
+def test_a_lost_shard_is_computed_again(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = make_features(target, answers, tmp_path, TAPS, shard_size=2).shards
+    (tmp_path / rows[1]["file"]).unlink()
+    last = tmp_path / rows[3]["file"]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"0000001\.safetensors is missing: delete that file alone and run flashmap feat"):
+        read_shard(tmp_path, rows[1])
+    capsys.readouterr()
+    manifest = make_features(target, answers, tmp_path, TAPS, shard_size=2)
+    error = capsys.readouterr().err
+    assert "0000001.safetensors is missing: its" in error and "0000003.safetensors is truncated: its" in error
+    assert [int(row["file"][9:16]) for row in manifest.shards] == [0, 2, 4, 5]
+    assert sorted(ids_in(tmp_path)) == [a.id for a in answers]
+    assert sum(len(read_shard(tmp_path, row)) for row in manifest.shards) == 8
+
+
+def test_folders_without_ids_are_read_and_not_resumed(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path
+) -> None:
+    manifest = make_features(target, answers[:2], tmp_path, TAPS)
+    for row in manifest.shards:
+        del row["ids"]
+    manifest.write(tmp_path)
+    assert len(read_shard(tmp_path, Manifest.read(tmp_path).shards[0])) == 2
+    with pytest.raises(ValueError, match="make the features again in another folder"):
+        make_features(target, answers, tmp_path, TAPS)
+
+
+def test_another_answer_of_the_same_id_is_refused(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path
+) -> None:
+    make_features(target, answers[:2], tmp_path, TAPS)
+    with pytest.raises(ValueError, match="another answer with the id 'a0': use another folder"):
+        make_features(target, [replace(answers[2], id="a0")], tmp_path, TAPS)
+    with pytest.raises(ValueError, match="Two answers have the id 'a3'"):
+        make_features(target, [answers[3], answers[3]], tmp_path, TAPS)
+
+
+def test_sampled_answers_of_another_target_are_refused(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path
+) -> None:
+    sampled = [a for a in answers if a.temperature]
+    own = [compute(target, a, TAPS, 32) for a in sampled]
+    check_agreement(own, "tiny")
+    law = (
+        target(torch.tensor([sampled[0].prompt_ids + sampled[0].response_ids])).logits[0].detach().double().softmax(-1)
+    )
+    law = law[len(sampled[0].prompt_ids) - 1 : -1]
+    assert own[0].expected == pytest.approx(float((law**2).sum()), rel=1e-5)
+    assert own[0].squared == pytest.approx(float((law**3).sum()), rel=1e-5)
+    foreign = [
+        replace(a, id=f"{a.id}+{n}", response_ids=[(t + n) % 40 for t in a.response_ids])
+        for a in sampled for n in range(5, 25)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"on average, its own samples would have .* another model's answers"):
+        make_features(target, foreign, tmp_path, TAPS)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_answers_beyond_the_targets_positions_are_too_long(
+    target: LlamaForCausalLM, answers: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target.config, "max_position_embeddings", len(answers[1].prompt_ids + answers[1].response_ids))
+    usable, skipped = check_answers(target, answers, 2048)
+    assert [a.id for a in usable] == ["a0", "a1"] and skipped == {"empty": 0, "long": 6}
+
+
+def test_a_manifest_that_cannot_be_written_is_named(
+    target: LlamaForCausalLM, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    manifest = make_features(target, answers[:2], tmp_path, TAPS, shard_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match=r"manifest\.json cannot be written \(No space left on device\)"):
+            make_features(target, answers, tmp_path, TAPS, shard_size=2)
+    assert Manifest.read(tmp_path) == manifest
+    assert len(make_features(target, answers, tmp_path, TAPS, shard_size=2).shards) == 4
+    assert len(list(tmp_path.glob("*.safetensors"))) == 4
+
+
+def answered(folder: Path, **changes: object) -> Path:
+    """A folder of one answer of `write_target`'s, whose manifest says `changes` besides."""
+    tokenizer, made = byte_tokenizer(), folder / "answered"
+    made.mkdir(exist_ok=True)
+    row = Answer("a", 1.0, [5, 6], [7, 8, 9])
+    (made / "answers-00000.jsonl").write_text(json.dumps(asdict(row)) + "\n")
+    facts = {
+        "target": str(folder / "t"), "vocabulary_hash": vocabulary_hash(tokenizer),
+        "chat_template_hash": chat_template_hash(tokenizer),
+    }  # fmt: skip
+    (made / "answers.json").write_text(json.dumps({"answers": facts | changes}))
+    return made
+
+
+def test_whose_answers_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_target(tmp_path / "t")
+    write_target(tmp_path / "tuned", seed=1)
+    monkeypatch.chdir(tmp_path)
+
+    def run(target: str, *options: str) -> str:
+        made = ["features", "--answers", "answered", "--out", "out", "--target", target, *options]
+        code = cli.main(made)
+        error = capsys.readouterr().err
+        assert (code == 0) == ("answered holds" not in error and "--taps" not in error), error
+        return error
+
+    for name in ("t", "./t", str(tmp_path / "t"), "/moved/here/t"):
+        answered(tmp_path, target=name)
+        run("t")
+    answered(tmp_path)
+    run("./t")
+    assert "holds answers of" in run("./tuned")
+    answered(tmp_path, chat_template_hash="0" * 16)
+    assert "in another chat template (0000000000000000) than that of" in run("t")
+    answered(tmp_path, target_shape={"hidden_size": 1, "num_hidden_layers": 3, "vocab_size": 259})
+    assert "target_shape" in run("t")
+    answered(tmp_path)
+    for taps in (("1", "9"), ("2", "1"), ("1", "1"), ("-1", "2")):
+        assert f"--taps {' '.join(taps)}" in run("t", "--taps", *taps)
+
+
+def test_an_out_that_is_a_file_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = answered(tmp_path)
+    monkeypatch.setattr("flashmap_hf.targets.load", None)
+    for out in (made / "answers.json", made / "answers.json" / "below"):
+        assert cli.main(["features", "--answers", str(made), "--out", str(out)]) == cli.USAGE_ERROR
+        assert f"--out {out}: {made / 'answers.json'} is a file" in capsys.readouterr().err

@@ -34,6 +34,11 @@ def test_muon_has_the_wide_matrices_and_adam_the_rest(parameters: list[nn.Parame
         assert set(alone) == {"adam"} and len(moved(alone["adam"])) == 4
 
 
+def test_a_drafter_without_wide_matrices_has_adam_alone() -> None:
+    narrow = [nn.Parameter(torch.randn(8, 40)), nn.Parameter(torch.randn(8))]
+    assert set(build_optimisers(narrow, config(), torch.device("cpu"))) == {"adam"}
+
+
 def test_torch_muon_where_bfloat16_is_native(parameters: list[nn.Parameter], monkeypatch: pytest.MonkeyPatch) -> None:
     for native, expected in ((True, torch.optim.Muon), (False, Muon)):
         monkeypatch.setattr(optimisers, "cpu_multiplies_bfloat16", lambda native=native: native)

@@ -254,3 +254,21 @@ def test_damaged_record(target: Path, questions: Path, tmp_path: Path, capsys: p
     assert "respond.json is damaged" in capsys.readouterr().err
     (tmp_path / "respond.json").unlink()
     assert run(target, questions, tmp_path, "--limit", "2") == 0
+
+
+def test_an_empty_last_shard_is_gone_on_with(target: Path, questions: Path, tmp_path: Path) -> None:
+    assert run(target, questions, tmp_path, "--limit", "4", "--shard-rows", "4") == 0
+    first = answers_in(tmp_path)
+    (tmp_path / "answers-00001.jsonl").write_text("")
+    assert run(target, questions, tmp_path, "--limit", "6", "--shard-rows", "4") == 0
+    assert len(answers_in(tmp_path)) == 6 and answers_in(tmp_path).items() >= first.items()
+    assert record_of(tmp_path)["greedy_answers"] + record_of(tmp_path)["sampled_answers"] == 6
+
+
+def test_an_out_that_is_a_file_is_named_first(
+    questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashmap_hf.targets.load", None)
+    for out in (questions, questions / "below"):
+        assert cli.main(["respond", "--prompts", str(questions), "--out", str(out)]) == cli.USAGE_ERROR
+        assert f"--out {out}: {questions} is a file" in capsys.readouterr().err

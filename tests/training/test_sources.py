@@ -43,10 +43,13 @@ def test_online_features_are_computed_once_and_dropped_again(
     monkeypatch.setattr(sources, "compute", compute)
     online = OnlineFeatures(target, answers, TAPS, 8, 2048)
     online.group = 2
-    assert online[0] is online[0] and calls == ["a0"]
+    probed = [f"a{i}" for i in range(8)]  # to see whose answers they are
+    assert calls == probed and online[7] is online[7]
+    online.held.clear()
+    calls.clear()
     for i in range(6):
         assert online[i] is not None
-    assert len(online.held) == 4 and calls == [f"a{i}" for i in range(6)]
+    assert len(online.held) == 4 and calls == probed[:6]
 
 
 def test_what_is_held_out_stays_when_answers_are_added(target: LlamaForCausalLM, answers: list[Answer]) -> None:
@@ -69,6 +72,14 @@ def test_a_part_speaks_of_its_own_answers(target: LlamaForCausalLM, answers: lis
 
 
 def test_draft_vocabulary_is_the_most_frequent_and_the_end(target: LlamaForCausalLM) -> None:
-    source = OnlineFeatures(target, [Answer("a", 0.0, [9, 9], [5, 5, 5, 7, 3])], TAPS, 8, 2048)
-    assert draft_vocabulary(source, 3, [30]).tolist() == [5, 7, 30]
-    assert draft_vocabulary(source, 6, [30]).tolist() == [0, 1, 3, 5, 7, 30]
+    source = OnlineFeatures(target, [Answer("a", 1.0, [9, 9], [5, 5, 5, 7, 3])], TAPS, 8, 2048)
+    assert draft_vocabulary(source, 3, [30], 40).tolist() == [5, 7, 30]
+    assert draft_vocabulary(source, 6, [30], 40).tolist() == [0, 1, 3, 5, 7, 30]
+    # ids that the tokenizer lacks are never proposed, though the target may have said them
+    assert draft_vocabulary(source, 3, [30], 7).tolist() == [0, 3, 5]
+
+
+def test_online_answers_of_another_target_are_refused(target: LlamaForCausalLM, answers: list[Answer]) -> None:
+    foreign = [Answer(a.id, 0.0, a.prompt_ids, [(t + 7) % 40 for t in a.response_ids]) for a in answers]
+    with pytest.raises(ValueError, match="another model's answers"):
+        OnlineFeatures(target, foreign, TAPS, 8, 2048)

