@@ -282,7 +282,7 @@ def test_an_interrupt_ends_quietly(capsys, folders, monkeypatch):
 
 def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    for name in [name for name in sys.modules if name.startswith("flashmap_hf.training.train")]:
+    for name in [name for name in sys.modules if name.startswith("flashmap_hf.training.")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["train", "--out", "x"]) == 2
     assert "train needs accelerate: pip install 'flashmap-hf[train]'" in capsys.readouterr().err

@@ -357,7 +357,7 @@ def test_a_damaged_partial_file_is_named_and_kept(tmp_path):
     with path.open("a") as lines:
         lines.write("{oops\n{}\n")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"evaluate\.partial\.jsonl, line 2: not JSON"):
+    with pytest.raises(ValueError, match=r"evaluate\.partial\.jsonl, line 2: not a result"):
         resume(path, {"a": 1})
     assert path.read_bytes() == before
 
