@@ -30,7 +30,7 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
     path = folder / LOG
     torn = path.is_file() and not path.read_bytes().endswith(b"\n")  # by a kill: the next row starts a line of its own
     with writing(path), path.open("a", encoding="utf-8") as lines:
-        lines.write("\n" * torn + json.dumps(row) + "\n")
+        lines.write("\n" * torn + json.dumps(row, allow_nan=False) + "\n")
 
 
 def set_aside(folder: Path) -> None:

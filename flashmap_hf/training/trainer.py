@@ -103,8 +103,8 @@ class FlashMapTrainer:
         if not bool((self.weights * each).sum().isfinite()):
             named = dict(zip(NAMES, each.tolist(), strict=True))
             raise FloatingPointError(
-                f"The loss is not finite at step {self.step} ({named}): the last checkpoint in {self.folder} is good; "
-                "lower --muon-lr or --adam-lr and run again."
+                f"The loss is not finite at step {self.step} ({named}): lower --muon-lr or --adam-lr and run again; "
+                f"a checkpoint in {self.folder} is from before."
             )
         self.accelerator.backward(loss)
         adam = self.optimisers["adam"]
@@ -180,7 +180,7 @@ class FlashMapTrainer:
 
     def log(self, batch: BlockBatch, losses: dict[str, float], correct: torch.Tensor, scale: float) -> None:
         full = batch.labels_mask.flatten(0, 1).all(-1).to(correct.device)
-        joint = correct.int().cumprod(-1)[full].float().mean(0)
+        joint = correct.int().cumprod(-1)[full].float().mean(0) if bool(full.any()) else torch.empty(0)
         row = {"step": self.step, "epoch": self.epoch, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2),
                "blocks_per_second": round(self.blocks / self.seconds, 1) if self.seconds else 0.0,
                "lr_scale": round(scale, 4)}  # fmt: skip
@@ -207,7 +207,7 @@ class FlashMapTrainer:
         if score > self.best and self.config.patience:
             self.best_average = {n: t.clone() for n, t in self.average.items()}
         self.best = max(self.best, score)
-        row |= {"step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}  # fmt: skip
+        row |= {"step": self.step, "blocks": self.blocks, "minutes": round(self.seconds / 60, 2)}
         if self.accelerator.is_main_process:
             run_log.write_row(self.folder, row)
         self.accelerator.log({n: v for n, v in row.items() if "tokens_per_step" in n and v}, step=self.step)

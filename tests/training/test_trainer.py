@@ -247,6 +247,17 @@ def test_kl_reads_the_targets_law_off_its_final_state(
         trainer_for(target, final, sequences, tmp_path, kl=1.0)
 
 
+def test_a_batch_without_a_whole_block_is_logged_as_json(
+    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
+) -> None:
+    trainer = trainer_for(target, build(target), sequences, tmp_path)
+    end = len(sequences[0].tokens)
+    batch = make_batch([sequences[0]], [end - 2], 2, 4, 3)  # one token follows, a block has three
+    losses, correct = trainer.train_step(batch, 1.0)
+    trainer.log(batch, losses, correct, 1.0)
+    assert "NaN" not in (tmp_path / "log.jsonl").read_text() and read_rows(tmp_path)[-1]["joint"] == []
+
+
 def test_nothing_to_train_on(target: LlamaForCausalLM, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source is empty"):
         trainer_for(target, build(target), [], tmp_path)
