@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -280,12 +281,20 @@ def test_an_interrupt_ends_quietly(capsys, folders, monkeypatch):
     assert capsys.readouterr().err == "\n"
 
 
-def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    for name in [name for name in sys.modules if name.startswith("flashmap_hf.training.")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert main(["train", "--out", "x"]) == 2
-    assert "train needs accelerate: pip install 'flashmap-hf[train]'" in capsys.readouterr().err
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = None
+from flashmap_hf.cli import main
+sys.exit(main(["train", "--out", "x"]))
+"""
+
+
+def test_a_command_without_its_extra_names_it(tmp_path):
+    """In an interpreter of its own: modules that are loaded twice would spoil other tests."""
+    command = [sys.executable, "-c", WITHOUT_ACCELERATE]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert finished.returncode == 2
+    assert "train needs accelerate: pip install 'flashmap-hf[train]'" in finished.stderr
 
 
 def test_every_command_is_listed_and_explains_itself(capsys):
