@@ -74,7 +74,7 @@ def load_command(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("flashmap_hf"):
             raise
-        raise ValueError(f"{name} needs {error.name}: pip install 'flashmap-hf[train]'") from error
+        raise ValueError(f"{name} needs {str(error.name).split('.')[0]}: pip install 'flashmap-hf[train]'") from error
 
 
 def build_parser() -> Parser:
