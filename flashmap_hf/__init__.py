@@ -5,6 +5,7 @@ from transformers.models.auto import AutoConfig, AutoModel
 from flashmap_hf.candidates import FlashMapCandidateGenerator
 from flashmap_hf.compatibility import chat_template_differs, check_target
 from flashmap_hf.configuration_flashmap import FlashMapConfig
+from flashmap_hf.decoder import decoder
 from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.hook import install as _install
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
@@ -20,6 +21,7 @@ __all__ = [
     "Statistics",
     "chat_template_differs",
     "check_target",
+    "decoder",
     "record",
 ]
 

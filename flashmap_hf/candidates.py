@@ -1,6 +1,8 @@
 """FlashMapCandidateGenerator: target outputs -> a drafted block, for our own loop and for the stock one."""
 
+import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,11 @@ from transformers.generation import (
 )
 
 from flashmap_hf.compatibility import is_pure
-from flashmap_hf.conditioning import ContextWindow, tap
+from flashmap_hf.conditioning import ContextWindow, stacked, tap
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.tree import TokenTree, chain
 from flashmap_hf.verification import draw, first_argmax
 
 # They keep the most likely token where it is: the argmax of a draft is the same with and without them.
@@ -34,12 +37,43 @@ ARGMAX_INVARIANT = (
 )
 
 
+Offers = list[list[tuple[int, torch.Tensor]]]  # by place (anchor, nodes): child nodes in turn, each with its law [V]
+
+
 @dataclass(frozen=True)
 class Draft:
-    """A drafted block. tokens `[k]` ids of the target; probs `[k, V]`, the law each was drawn from (rejection only)."""
+    """Drafted tokens of one sequence.
 
-    tokens: torch.Tensor
-    probs: torch.Tensor | None = None
+    tree: what is verified. offers (rejection only): after the anchor and after each node, the children in the order in
+    which they are tried, each with the law that it was drawn from; drafts that agree repeat a child.
+    """
+
+    tree: TokenTree
+    offers: Offers | None = None
+
+    @classmethod
+    def of_chain(
+        cls, tokens: torch.Tensor, probs: torch.Tensor | None = None, joint: list[float] | None = None
+    ) -> "Draft":
+        """tokens: `[k]`, one after the other; probs: `[k, V]`, the law each was drawn from (rejection only).
+
+        joint: probability that the tokens up to each are right, where it is known.
+        """
+        offers = None if probs is None else [*([(i, law)] for i, law in enumerate(probs)), []]
+        return cls(chain(tokens.tolist(), joint or [1.0] * len(tokens)), offers)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`[N]`, of all nodes."""
+        return torch.tensor(self.tree.tokens, dtype=torch.long)
+
+    @property
+    def probs(self) -> torch.Tensor | None:
+        """`[N, V]`: the law each node was drawn from, where no node was drawn twice."""
+        return None if self.offers is None else torch.stack([law for offer in self.offers for _, law in offer])
+
+
+NOTHING = Draft(chain([], []))
 
 
 class FlashMapCandidateGenerator(CandidateGenerator):
@@ -68,14 +102,27 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.tap_layers}
         self.vocab_size = drafter.config.vocab_size
         self.rule = self._rule(bool(generation_config.do_sample))
-        # others must not see a prefix that plain decoding may never reach
-        self.pure_processors = LogitsProcessorList([p for p in logits_processor if is_pure(p)])
-        # processors that cannot change an argmax are left out where only the argmax is read
-        self.argmax_processors = [p for p in self.pure_processors if not isinstance(p, ARGMAX_INVARIANT)]
+        self._process_with(logits_processor)
         self.context = ContextWindow(drafter.config.window)
         self.working = True  # False after non-finite draft logits
         self.rows = self._readout_rows()
         self.greedy_noise: torch.Tensor | None = None
+        self.generator: torch.Generator | None = None  # None: torch's global one
+
+    def _process_with(self, processors: LogitsProcessorList) -> None:
+        # others must not see a prefix that plain decoding may never reach
+        self.pure_processors = LogitsProcessorList([p for p in processors if is_pure(p)])
+        # processors that cannot change an argmax are left out where only the argmax is read
+        self.argmax_processors = [p for p in self.pure_processors if not isinstance(p, ARGMAX_INVARIANT)]
+
+    def another(
+        self, generator: torch.Generator | None, processors: LogitsProcessorList
+    ) -> "FlashMapCandidateGenerator":
+        """The same drafter for another sequence, which draws from `generator` and is processed by `processors`."""
+        other = copy.copy(self)
+        other.context, other.generator = ContextWindow(self.drafter.config.window), generator
+        other._process_with(processors)
+        return other
 
     def _rule(self, do_sample: bool) -> str:
         if not do_sample:
@@ -121,49 +168,46 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             input_ids: `[1, T]`, all committed tokens; the last is the anchor.
             u: `[K]` in [0, 1), the noise of the next K positions; read under shared noise only.
         """
+        size = self.room(input_ids)
+        if size < 1:
+            return NOTHING
+        return self.read(input_ids, self._forward(input_ids[:, -1], u), size)
+
+    def room(self, input_ids: torch.Tensor) -> int:  # [1, T]
+        """The longest path that can be drafted now; 0 where the drafter does not work, or has seen nothing yet."""
+        if not self.working or self.context.taps is None:
+            return 0
         room = self.max_length - input_ids.shape[1] - 1  # the target adds one token of its own
-        size = min(self.options.num_assistant_tokens, room)
-        if size < 1 or not self.working or self.context.taps is None:
-            return Draft(input_ids.new_empty(0))
+        return max(0, min(self.options.num_assistant_tokens, room))
+
+    def read(self, input_ids: torch.Tensor, output: Any, size: int) -> Draft:  # [1, T], FlashMapOutput
+        """The chain of at most `size` tokens that the drafter's output says."""
         head = self.drafter.head
-        output = self._forward(input_ids[:, -1], u)
         logits = output.logits[0, :size].float()  # [k, N]
         processed = self.rule == "rejection" or len(self.argmax_processors) > 0
         if head.transition is not None and not processed:
             logits = self._followed(input_ids[0, -1], logits, output.z_1[0, :size])
-        if not self._finite(logits):
-            return Draft(input_ids.new_empty(0))
+        if not self.finite(logits):
+            return NOTHING
         if processed:
             return self._processed(input_ids, logits, output.z_1)
         best = first_argmax(logits)
         if self.options.assistant_confidence_threshold > 0.0:  # else nobody reads the confidences
             best = best[: self._confident(logits.softmax(-1).amax(-1).cpu())]
-        return Draft(head.target_ids(best).to(input_ids.device))
+        return Draft.of_chain(head.target_ids(best))
 
     def _forward(self, anchor: torch.Tensor, u: torch.Tensor | None) -> Any:  # [1], [K] -> FlashMapOutput
-        config, device = self.drafter.config, self.drafter.device
-        noise = None
-        if config.coupling == "independent":
-            noise = self._gaussian(config.block_size)
-        if self.rule == "greedy":
-            u = torch.zeros(config.block_size)
-        elif self.rule != "shared_noise":
-            u = None  # the laws p and q of these rules do not know the noise
-        embeddings: Any = self.target.get_input_embeddings()
-        if (place := embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves
-            anchor = anchor.to(place)
-        anchor_embeds = embeddings(anchor).to(device)
-        assert self.context.taps is not None
-        return self.drafter(
-            self.context.taps,
-            anchor_embeds,
-            rows=self.rows,
-            u=None if u is None else u[None].to(device=device, dtype=torch.float32),
-            noise=noise,
-            num_steps=self.options.num_steps,
-        )
+        return drafter_pass([self], anchor, None if u is None else [u])
 
-    def _finite(self, logits: torch.Tensor) -> bool:
+    def noise_of(self, u: torch.Tensor | None) -> torch.Tensor | None:  # [K] -> [K] float32
+        """What the drafter may see of the noise: all of it under shared noise, zeros when greedy, else nothing."""
+        if self.rule == "greedy":
+            return torch.zeros(self.drafter.config.block_size)
+        if self.rule != "shared_noise" or u is None:
+            return None  # the laws p and q of the other rules do not know the noise
+        return u.float()
+
+    def finite(self, logits: torch.Tensor) -> bool:
         """Whether the drafter works; if not, warn and leave it out for the rest of the call."""
         self.working = bool(logits.isfinite().all())
         if not self.working:
@@ -173,11 +217,11 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             )
         return self.working
 
-    def _gaussian(self, slots: int) -> torch.Tensor:
+    def gaussian(self, slots: int) -> torch.Tensor:
         """z_0 of the independent coupling; greedy decoding is deterministic and leaves the global generator alone."""
         shape = (1, slots, self.target_hidden_size)
         if self.rule != "greedy":
-            return torch.randn(shape).to(self.drafter.device)
+            return torch.randn(shape, generator=self.generator).to(self.drafter.device)
         if self.greedy_noise is None:
             self.greedy_noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.drafter.device)
         return self.greedy_noise
@@ -209,7 +253,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             if head.transition is not None:
                 assert z_1 is not None
                 row = head.biased(row, z_1[0, k], head.draft_positions(prefix[0, -1].to(row.device)))
-                if not self._finite(row):
+                if not self.finite(row):
                     break  # the tokens so far stand: dropping them for what they led to would change the law
             scores = row.new_full((1, self.vocab_size), -torch.inf).index_fill_(1, ids, 0.0)
             scores[0, ids] = row
@@ -222,13 +266,18 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             confidences.append(float(law.max()))
             if self._confident(torch.tensor(confidences)) < len(confidences):
                 break
-            token = draw(law, torch.rand(1, dtype=torch.float64, device=law.device)) if sampled else law.argmax(-1)
+            token = draw(law, self._uniform(law.device)) if sampled else law.argmax(-1)
             tokens.append(token)
             probs.append(law)
             prefix = torch.cat([prefix, token[None]], dim=1)
         if not tokens:
-            return Draft(input_ids.new_empty(0))
-        return Draft(torch.cat(tokens), torch.cat(probs) if sampled else None)
+            return NOTHING
+        joint = torch.tensor(confidences[: len(tokens)]).cumprod(0).tolist()
+        return Draft.of_chain(torch.cat(tokens), torch.cat(probs) if sampled else None, joint)
+
+    def _uniform(self, device: torch.device) -> torch.Tensor:  # -> [1] float64 in [0, 1)
+        place = device if self.generator is None else self.generator.device
+        return torch.rand(1, dtype=torch.float64, device=place, generator=self.generator).to(device)
 
     def _confident(self, confidence: torch.Tensor) -> int:  # [k] -> how many positions stay above the threshold
         threshold = self.options.assistant_confidence_threshold
@@ -258,13 +307,45 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         count = input_ids.shape[1] - 1 if first else int(n_last_matches) + 1
         self.observe(model_outputs.hidden_states, 0, count)
         draft = self.draft(input_ids)
-        candidates = torch.cat([input_ids, draft.tokens[None].to(input_ids.device)], dim=1)
-        if self.rule == "greedy" or len(draft.tokens) == 0:
+        tokens = draft.tokens.to(input_ids.device)
+        candidates = torch.cat([input_ids, tokens[None]], dim=1)
+        if self.rule == "greedy" or len(tokens) == 0:
             return candidates, None
         if draft.probs is not None:
             return candidates, draft.probs.log()[None]
-        one_hot = torch.full((1, len(draft.tokens), self.vocab_size), -torch.inf, device=input_ids.device)
-        return candidates, one_hot.scatter_(2, draft.tokens[None, :, None], 0.0)
+        one_hot = torch.full((1, len(tokens), self.vocab_size), -torch.inf, device=input_ids.device)
+        return candidates, one_hot.scatter_(2, tokens[None, :, None], 0.0)
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """The block size of a call is constant."""
+
+
+@torch.no_grad()
+def drafter_pass(
+    rows: Sequence[FlashMapCandidateGenerator], anchors: torch.Tensor, noise: Sequence[torch.Tensor] | None
+) -> Any:
+    """One pass of the drafter over several sequences of a call.
+
+    Args:
+        rows: their generators, each of which has observed something.
+        anchors: `[B]`, the newest committed token of each.
+        noise: B times `[K]`, the noise of the next K positions; read under shared noise only.
+
+    Returns:
+        `FlashMapOutput` with `logits` `[B, K, N]`.
+    """
+    first = rows[0]
+    drafter, config, device = first.drafter, first.drafter.config, first.drafter.device
+    gaussian = None
+    if config.coupling == "independent":
+        gaussian = torch.cat([row.gaussian(config.block_size) for row in rows])
+    seen = [row.noise_of(None if noise is None else noise[i]) for i, row in enumerate(rows)]
+    u = torch.stack([v for v in seen if v is not None]).to(device) if seen[0] is not None else None
+    embeddings: Any = first.target.get_input_embeddings()
+    if (place := embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves
+        anchors = anchors.to(place)
+    taps, mask = stacked([row.context for row in rows])
+    return drafter(
+        taps, embeddings(anchors).to(device), rows=first.rows, u=u, noise=gaussian, mask=mask,
+        num_steps=first.options.num_steps,
+    )  # fmt: skip

@@ -71,11 +71,6 @@ def check_call(config: GenerationConfig, custom_generate: Any = None) -> None:
         raise ValueError(
             f"num_beams={config.num_beams} cannot be combined with a drafter: drop num_beams or assistant_model."
         )
-    if (config.num_return_sequences or 1) > 1:
-        raise ValueError(
-            f"num_return_sequences={config.num_return_sequences} cannot be combined with a drafter: "
-            "call generate once per sequence."
-        )
     if config.use_cache is False:
         raise ValueError(
             "use_cache=False cannot be combined with a drafter: verification rolls the cache back; drop use_cache."
@@ -98,15 +93,15 @@ def check_call(config: GenerationConfig, custom_generate: Any = None) -> None:
         raise ValueError("cache_implementation='paged' decodes many prompts at once: drop it or assistant_model.")
 
 
-def check_inputs(batch_size: int, length: int, synced_gpus: bool, model_kwargs: dict[str, Any]) -> None:
+def check_inputs(batch_size: int, length: int, streamer: Any, synced_gpus: bool, model_kwargs: dict[str, Any]) -> None:
     """Refuse inputs that block drafting does not support.
 
     Raises:
         ValueError: names the input and the way out.
     """
-    if batch_size > 1:
+    if batch_size > 1 and streamer is not None:
         raise ValueError(
-            f"input_ids has batch size {batch_size}: a drafter speeds up one sequence at a time; call generate per row."
+            f"A streamer takes one sequence, not {batch_size}: drop streamer, or call generate once per row."
         )
     if length == 0 or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds cannot be combined with a drafter: pass input_ids alone.")
@@ -123,6 +118,31 @@ def check_inputs(batch_size: int, length: int, synced_gpus: bool, model_kwargs: 
         raise ValueError(
             f"{type(cache).__name__} cannot be rolled back (recurrent state, quantised, or a static sliding window): "
             "use cache_implementation='dynamic', or generate without assistant_model."
+        )
+
+
+def check_batch(
+    batch_size: int, obstacle: str | None, processors: LogitsProcessorList, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what only one sequence at a time supports. obstacle: why the target takes no mask of four dimensions.
+
+    Raises:
+        ValueError: names the input and the way out.
+    """
+    if batch_size == 1:
+        return
+    if obstacle is not None:
+        raise ValueError(
+            f"A batch of {batch_size} rows cannot be drafted for: {obstacle}. Call generate once per row, or without "
+            "assistant_model."
+        )
+    if model_kwargs["cache"].get_seq_length() > 0:
+        raise ValueError("A cache of an earlier turn cannot be combined with a batch and a drafter: go on row by row.")
+    foreign = [p for p in processors if not is_pure(p) and not isinstance(p, PrefixConstrainedLogitsProcessor)]
+    if foreign:
+        raise ValueError(
+            f"{type(foreign[0]).__name__} may keep state of a whole batch, whose rows advance at their own speed here: "
+            "call generate once per row, or without assistant_model."
         )
 
 

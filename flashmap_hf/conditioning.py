@@ -57,3 +57,17 @@ class ContextWindow:
             taps = torch.cat([self.taps[:, -kept:], taps], dim=1)
         # a slice would keep the whole prefill's hidden states alive
         self.taps = taps.clone() if taps._base is not None else taps
+
+
+def stacked(contexts: Sequence[ContextWindow]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Taps `[B, W, N * D]` of several sequences, newest last; mask `[B, W]`, False where one has seen fewer positions.
+
+    No mask where all have seen equally many.
+    """
+    taps = [context.taps for context in contexts if context.taps is not None]
+    longest = max(t.shape[1] for t in taps)
+    if all(t.shape[1] == longest for t in taps):
+        return taps[0] if len(taps) == 1 else torch.cat(taps), None
+    mask = torch.stack([torch.arange(longest, device=t.device) >= longest - t.shape[1] for t in taps])
+    padded = [torch.nn.functional.pad(t, (0, 0, longest - t.shape[1], 0)) for t in taps]
+    return torch.cat(padded), mask

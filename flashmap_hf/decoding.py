@@ -1,269 +1,255 @@
-"""The decoding loop: draft a block, verify it in one target forward, commit token by token, stop where plain would."""
+"""The decoding loop: draft, verify in one target forward, commit token by token, stop where plain would; any batch."""
 
-import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.candidate_generator import (
-    _prepare_attention_mask,
-    _prepare_position_ids,
-    _prepare_token_type_ids,
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import selected_hidden_states
 
-from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
-from flashmap_hf.compatibility import is_pure
+from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator, drafter_pass
+from flashmap_hf.collected import Collected, result
+from flashmap_hf.costs import StepCost
+from flashmap_hf.emission import emit
+from flashmap_hf.pace import Pace
+from flashmap_hf.proposals import Proposals, cut, wanting
+from flashmap_hf.row_processors import processors_of
 from flashmap_hf.statistics import Recorder
-from flashmap_hf.verification import (
-    Verdict,
-    verify_children,
-    verify_greedy,
-    verify_one_hot,
-    verify_rejection,
-    verify_shared_noise,
-)
+from flashmap_hf.target_steps import TargetSteps
 
 
-@dataclass
-class Collected:
-    """What `return_dict_in_generate` returns, one entry per token, as plain generation collects it."""
-
-    config: GenerationConfig
-    scores: list[Any] = field(default_factory=list)  # [1, V] each
-    logits: list[Any] = field(default_factory=list)
-    attentions: list[Any] = field(default_factory=list)  # tuples of one tensor per layer
-    hidden_states: list[Any] = field(default_factory=list)
-
-    def add(self, outputs: Any, row: int, scores: torch.Tensor, logits: torch.Tensor, prefill: bool) -> None:
-        """Token `row` of a forward; the prefill's states are kept whole. scores: `[1, V]`, logits: `[k + 1, V]`."""
-        config = self.config
-        if not config.return_dict_in_generate:
-            return
-        if config.output_scores:
-            self.scores.append(scores)
-        if config.output_logits:
-            self.logits.append(logits[row : row + 1])
-        if config.output_hidden_states:
-            states = outputs.hidden_states
-            if (asked := selected_hidden_states(config.output_hidden_states)) is not None:  # the taps are not
-                indices = {i % len(states) for i in asked}
-                states = [h if i in indices else None for i, h in enumerate(states)]
-            rows = [h if prefill or h is None else h[:, row : row + 1] for h in states]
-            self.hidden_states.append(tuple(rows))
-        if config.output_attentions:
-            kept = [a for a in outputs.attentions if a is not None]
-            rest = logits.shape[0] - 1 - row  # keys of later drafted tokens are not there in plain decoding
-            rows = [a if prefill else a[:, :, row : row + 1, : a.shape[-1] - rest] for a in kept]
-            self.attentions.append(tuple(rows))
-
-    @property
-    def seen_scores(self) -> tuple[torch.Tensor, ...] | None:
-        """What a stopping criterion gets as `scores`."""
-        config = self.config
-        return tuple(self.scores) if config.return_dict_in_generate and config.output_scores else None
-
-    def result(self, sequences: Any, cache: Any) -> GenerateDecoderOnlyOutput:
-        config = self.config
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=tuple(self.scores) if config.output_scores else None,
-            logits=tuple(self.logits) if config.output_logits else None,
-            attentions=tuple(self.attentions) if config.output_attentions else None,
-            hidden_states=tuple(self.hidden_states) if config.output_hidden_states else None,
-            cache=cache,
-        )
-
-
-class SharedNoise:
+class Noise:
     """One uniform number per new position, drawn once: a draft that was refused has already seen the later ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, generator: torch.Generator | None) -> None:
         self.u = torch.empty(0, dtype=torch.float64)
+        self.generator = generator
 
     def at(self, start: int, count: int) -> torch.Tensor:  # -> [count] in [0, 1)
         missing = max(start + count - len(self.u), 0)
-        self.u = torch.cat([self.u, torch.rand(missing, dtype=torch.float64)])
+        self.u = torch.cat([self.u, torch.rand(missing, dtype=torch.float64, generator=self.generator)])
         return self.u[start : start + count]
 
 
-def verify(rule: str, draft: Draft, scores: torch.Tensor, u: torch.Tensor | None) -> Verdict:
-    """Apply the accept rule of the call. scores: `[k + 1, V]` float32, processed; u: `[k + 1]` under shared noise."""
-    if rule == "greedy":
-        return verify_greedy(draft.tokens, scores)
-    if rule == "shared_noise":
-        assert u is not None
-        return verify_shared_noise(draft.tokens, scores, u)
-    if draft.probs is not None:
-        return verify_rejection(draft.tokens, draft.probs, scores)
-    return verify_one_hot(draft.tokens, scores)
+@dataclass
+class Row:
+    """One sequence of the call."""
 
+    index: int  # in the batch that was asked for
+    input_ids: torch.Tensor  # [1, T]
+    processors: Any  # LogitsProcessorList
+    proposals: Proposals
+    noise: Noise | None
+    generator: torch.Generator | None
+    collected: Collected
+    draft: Draft = NOTHING
+    finished: bool = False
+    places: list[int] = field(default_factory=list)  # of the last forward that are kept, the anchor first
 
-def emit(
-    rule: str,
-    draft: Draft,
-    raw: torch.Tensor,  # [k + 1, V] float32
-    processors: Any,  # LogitsProcessorList
-    input_ids: torch.Tensor,  # [1, T]
-    u: torch.Tensor | None,  # [k + 1]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """What one target forward yields, one by one: token `[1]`, its processed scores `[1, V]`, whether it was drafted.
-
-    Processors that are not known to be pure get what plain decoding gives them: every prefix once, in order, and none
-    behind the token at which the caller stops. So a position is decided before the next one is processed.
-    """
-    if all(is_pure(p) for p in processors):
-        scores = process(processors, input_ids, draft.tokens, raw)
-        verdict = verify(rule, draft, scores, u)
-        accepted = int(verdict.num_accepted)
-        for i in range(accepted):
-            yield draft.tokens[i : i + 1], scores[i : i + 1], True
-        yield verdict.token.view(1), scores[accepted : accepted + 1], False
-        return
-    nothing = Draft(draft.tokens[:0])
-    drafted = True
-    for i, row in enumerate(raw.split(1)):
-        if not drafted:
-            return
-        proposed = draft.tokens[i : i + 1]
-        scores = processors(torch.cat([input_ids, draft.tokens[None, :i]], dim=1), row.clone())
-        if draft.probs is not None and len(proposed):
-            token = verify_children(proposed, draft.probs[i : i + 1], scores[0]).token.view(1)
-        else:  # the target's own token, which is the drafted one or not
-            token = verify(rule, nothing, scores, None if u is None else u[i : i + 1]).token.view(1)
-        drafted = len(proposed) > 0 and bool(token == proposed)
-        yield token, scores, drafted
-
-
-def target_step(
-    target: Any,  # PreTrainedModel with GenerationMixin
-    forward: Callable[..., ModelOutput],
-    input_ids: torch.Tensor,  # [1, T]
-    draft_tokens: torch.Tensor,  # [k]
-    model_kwargs: dict[str, Any],
-) -> ModelOutput:
-    """One target forward over the anchor and the drafted tokens; logits of all k + 1 positions."""
-    candidates = torch.cat([input_ids, draft_tokens[None]], dim=1)
-    size = len(draft_tokens)
-    kwargs = copy.copy(model_kwargs)
-    # with a cache from an earlier turn these may be longer than the ids
-    if (mask := kwargs.get("attention_mask")) is not None:
-        kwargs = _prepare_attention_mask(kwargs, mask.shape[1] + size, False)
-    if (types := kwargs.get("token_type_ids")) is not None:
-        kwargs = _prepare_token_type_ids(kwargs, types.shape[1] + size)
-    if (positions := kwargs.get("position_ids")) is not None and size > 0:
-        kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + size, False)
-    inputs = target.prepare_inputs_for_generation(
-        candidates, next_sequence_length=size + 1, is_first_iteration=False, **kwargs
-    )
-    if "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = size + 1
-    return forward(**inputs, return_dict=True)
+    def noise_at(self, prompt: int, count: int, ahead: int = 0) -> torch.Tensor | None:  # -> [count]
+        start = self.input_ids.shape[1] - prompt + ahead
+        return None if self.noise is None else self.noise.at(start, count)
 
 
 def generate_with_drafter(
     target: Any,  # PreTrainedModel with GenerationMixin
-    input_ids: torch.Tensor,  # [1, T]
+    input_ids: torch.Tensor,  # [B, T]
     candidates: FlashMapCandidateGenerator,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
+    trees: bool = True,
+    cost: StepCost | None = None,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """Decode one sequence. The law is the target's own; greedy output equals plain greedy output in exact arithmetic.
+    """Decode. The law of each row is the target's own; greedy output equals plain greedy output in exact arithmetic.
+
+    Args:
+        trees: whether the target can verify trees (a batch needs it).
+        cost: what forwards cost, for calls that adapt; None: every step verifies what the options say.
 
     Returns:
-        `[1, T + n]` ids, or a `GenerateDecoderOnlyOutput` as `return_dict_in_generate` asks.
+        `[B, T + n]` ids, or a `GenerateDecoderOnlyOutput` as `return_dict_in_generate` asks.
 
     Raises:
         ValueError: the target's cache cannot be rolled back.
     """
     recorder = Recorder(target.device)
     recorder.add(calls=1)
-    collected = Collected(generation_config)
-    if generation_config.output_hidden_states is not True:
-        asked = selected_hidden_states(generation_config.output_hidden_states) or []
-        model_kwargs = model_kwargs | {"output_hidden_states": [*asked, *candidates.tap_layers]}
-    noise = SharedNoise() if candidates.rule == "shared_noise" else None
-    prompt_length = input_ids.shape[1]
-    draft = Draft(input_ids.new_empty(0))
+    batch, prompt = input_ids.shape
+    hidden_states: Any = generation_config.output_hidden_states
+    if hidden_states is not True:
+        hidden_states = [*(selected_hidden_states(hidden_states) or []), *candidates.tap_layers]
+    steps = TargetSteps(target, generation_config, model_kwargs, batch, hidden_states)
     with recorder.timed("seconds_target"), recorder.timed("seconds_prefill"):
-        outputs = target._prefill(input_ids, generation_config, model_kwargs)
-    cache = outputs.cache
-    if not cache.is_croppable:
-        raise ValueError(
-            f"The cache of {type(target).__name__} cannot be rolled back (a recurrent state): "
-            "generate without assistant_model."
-        )
-    # only now: recording during the prefill would keep what a sliding window is there to drop
-    cache.activate_past_recording()
-    real = input_ids.shape[1]
-    if (mask := model_kwargs.get("attention_mask")) is not None:
-        real = int(mask[0].sum())  # left padding conditions nothing
-    seen = outputs.hidden_states[candidates.tap_layers[-1]].shape[1]
-    candidates.observe(outputs.hidden_states, max(seen - real, 0), min(real, seen))
-    forward = target.__call__
-    if target._valid_auto_compile_criteria(model_kwargs, generation_config):
-        forward = target.get_compiled_call(generation_config.compile_config)
-    finished = False
+        outputs: Any = steps.prefill(input_ids)
+    rows = _rows(input_ids, candidates, logits_processor, generation_config, trees, cost)
+    live = list(rows)
+    _observe_prompt(live, outputs, model_kwargs.get("attention_mask"), candidates.tap_layers[-1])
     while True:
-        size = len(draft.tokens)
-        prefill = input_ids.shape[1] == prompt_length
-        raw = outputs.logits[:, -size - 1 :].to(dtype=torch.float32, device=input_ids.device, copy=True)[0]
-        before, accepted = input_ids.shape[1], 0
-        u = None if noise is None else noise.at(before - prompt_length, size + 1).to(raw.device)
-        for token, scores, drafted in emit(candidates.rule, draft, raw, logits_processor, input_ids, u):
-            collected.add(outputs, input_ids.shape[1] - before, scores, raw, prefill)
-            input_ids = torch.cat([input_ids, token.to(input_ids.device)[None]], dim=1)
-            accepted += drafted
-            # the criteria see every prefix once, in order, as in plain decoding
-            if bool(stopping_criteria(input_ids, collected.seen_scores).all()):
-                finished = True
-                break
-        committed = input_ids.shape[1] - before
-        recorder.add(committed=committed, target_steps=1)
-        if size:
-            recorder.add_block(size, accepted)
-        if streamer is not None:
-            streamer.put(input_ids[0, before:].cpu())
-        # the cache holds every committed token but the newest
-        cache.crop(-(size + 1 - committed))
-        model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=committed)
-        if finished:
-            break
+        prefill = not steps.fed
+        for i, row in enumerate(live):
+            logits = outputs.logits[i, -1 - len(row.draft.tree) :] if batch == 1 else outputs.logits[i]
+            committed = _commit(row, i, outputs, logits, steps, stopping_criteria, prefill, prompt, recorder)
+            if streamer is not None:
+                streamer.put(row.input_ids[0, -committed:].cpu())
+        steps.commit(outputs, [[] if prefill else row.places for row in live])
+        going = [i for i, row in enumerate(live) if not row.finished]
         if not prefill:
-            candidates.observe(outputs.hidden_states, 0, committed)
+            for i in going:
+                _observe(live[i], outputs, i)
         del outputs
+        if not going:
+            break
+        if len(going) < len(live):
+            steps.keep_rows(going)
+            live = [live[i] for i in going]
         with recorder.timed("seconds_drafter"):
-            place = input_ids.shape[1] - prompt_length
-            u = None if noise is None else noise.at(place, candidates.drafter.config.block_size)
-            draft = candidates.draft(input_ids, u)
-        recorder.add(blocks=int(len(draft.tokens) > 0))
-        with recorder.timed("seconds_target"), target._optimize_model_for_decode():
-            outputs = target_step(target, forward, input_ids, draft.tokens, model_kwargs)
-    recorder.add(plain_calls=int(not candidates.working))
-    for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.record_past = False  # the next prefill on this cache may drop what the window drops
+            passes = _draft(live, prompt)
+        recorder.add(blocks=passes)
+        with recorder.timed("seconds_target"):
+            outputs = steps.forward([row.input_ids for row in live], [row.draft.tree for row in live])
+    recorder.add(plain_calls=int(not any(row.proposals.candidates.working for row in rows)))
+    steps.finish()
     if streamer is not None:
         streamer.end()
+    sequences = _padded(rows, generation_config)
     if generation_config.return_dict_in_generate:
-        return collected.result(input_ids, cache)
-    return input_ids
+        cache = steps.cache if batch == 1 else None  # rows that ended are gone from a batch's
+        return result(generation_config, [row.collected for row in rows], sequences, cache)
+    return sequences
 
 
-def process(processors: Any, input_ids: torch.Tensor, draft_tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Processed scores `[k + 1, V]`: row i on the prefix that ends with drafted token i. logits stay as they are."""
-    if not processors:
-        return logits
-    candidates = torch.cat([input_ids, draft_tokens[None]], dim=1)
-    length = input_ids.shape[1]
-    rows = [processors(candidates[:, : length + i], row[None].clone()) for i, row in enumerate(logits)]
-    return torch.cat(rows)
+def _rows(
+    input_ids: torch.Tensor,
+    candidates: FlashMapCandidateGenerator,
+    logits_processor: LogitsProcessorList,
+    config: GenerationConfig,
+    trees: bool,
+    cost: StepCost | None,
+) -> list[Row]:
+    """A row's generator makes its tokens its own: they do not depend on how the others go on."""
+    batch, options = len(input_ids), candidates.options
+    generators: list[torch.Generator | None] = [None] * batch
+    sampled = candidates.rule != "greedy"
+    if sampled and (options.seed is not None or batch > 1):
+        seed = int(torch.randint(2**62, ())) if options.seed is None else options.seed
+        generators = [torch.Generator().manual_seed((seed + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(batch)]
+    rows = []
+    for i, generator in enumerate(generators):
+        expected = (config.max_length or 0) - input_ids.shape[1]
+        pace = None if cost is None else Pace(cost, expected_tokens=max(1, expected))
+        processors = processors_of(logits_processor, i, batch)
+        proposals = Proposals(candidates.another(generator, processors), pace, trees)
+        noise = Noise(generator) if candidates.rule in ("shared_noise", "one_hot") else None
+        rows.append(Row(i, input_ids[i : i + 1], processors, proposals, noise, generator, Collected(config)))
+    return rows
+
+
+def _observe_prompt(rows: list[Row], outputs: Any, mask: torch.Tensor | None, last_tap: int) -> None:
+    seen = outputs.hidden_states[last_tap].shape[1]
+    for i, row in enumerate(rows):
+        # left padding conditions nothing; a mask that covers an earlier turn is longer than what was seen
+        real = row.input_ids.shape[1] if mask is None else int(mask[i].sum())
+        first, count = max(seen - real, 0), min(real, seen)
+        row.proposals.candidates.observe(_states(outputs, i, slice(first, first + count)), 0, count)
+        ids = row.input_ids[0].tolist()
+        row.proposals.see(ids if mask is None else ids[-real:])
+
+
+def _states(outputs: Any, row: int, places: Any) -> list[Any]:
+    return [h if h is None else h[row : row + 1, places] for h in outputs.hidden_states]
+
+
+def _observe(row: Row, outputs: Any, i: int) -> None:
+    """The states of the places that were kept; the newest token's own is not known yet."""
+    candidates = row.proposals.candidates
+    places: Any = row.places
+    if places == list(range(len(places))):
+        places = slice(0, len(places))  # a view, where it can be one
+    candidates.observe(_states(outputs, i, places), 0, len(row.places))
+
+
+def _commit(
+    row: Row,
+    i: int,
+    outputs: Any,
+    logits: torch.Tensor,  # [1 + N, V]
+    steps: TargetSteps,
+    stopping_criteria: StoppingCriteriaList,
+    prefill: bool,
+    prompt: int,
+    recorder: Recorder,
+) -> int:
+    """Append what the forward says to one row, token by token, up to where it stops. Returns how many tokens."""
+    if steps.ragged and prefill:
+        logits = logits[-1:]
+    tree, accepted = row.draft.tree, 0
+    depth = max(tree.depths, default=0)
+    u = row.noise_at(prompt, depth + 1)
+    row.places, before = [], row.input_ids.shape[1]
+    rule = row.proposals.candidates.rule
+
+    def seen(place: int) -> list[int]:
+        return steps.seen(i, tree, place)
+
+    for emitted in emit(rule, row.draft, logits, row.processors, row.input_ids, u, row.generator):
+        row.collected.add(outputs, i, emitted, None if prefill else seen)
+        row.places.append(emitted.place)
+        row.input_ids = torch.cat([row.input_ids, emitted.token.to(row.input_ids.device)[None]], dim=1)
+        accepted += emitted.node >= 0
+        # the criteria see every prefix once, in order, as in plain decoding
+        if bool(stopping_criteria(row.input_ids, row.collected.seen_scores).all()):
+            row.finished = True
+            break
+    committed = row.input_ids.shape[1] - before
+    recorder.add(committed=committed, target_steps=1, nodes=len(tree))
+    if depth:
+        recorder.add_block(depth, accepted)
+    if not row.finished:
+        row.proposals.see(row.input_ids[0, before:].tolist())
+        if not prefill:
+            row.proposals.accept(row.draft, accepted, steps.batch, steps.fed - 1)
+    return committed
+
+
+def _draft(rows: list[Row], prompt: int) -> int:
+    """The next draft of each row, after one drafter pass over those that want one. Returns how many did."""
+    for row in rows:
+        row.proposals.look_up(row.input_ids)
+    chosen = [rows[i] for i in wanting([row.proposals for row in rows])]
+    outputs: dict[int, Any] = {}
+    if chosen:
+        size = chosen[0].proposals.candidates.drafter.config.block_size
+        noise = [row.noise_at(prompt, size) for row in chosen]
+        known = [u for u in noise if u is not None]
+        anchors = torch.cat([row.input_ids[0, -1:] for row in chosen])
+        output = drafter_pass([row.proposals.candidates for row in chosen], anchors, known or None)
+        for row in rows:
+            row.proposals.drafted = True
+        for i, row in enumerate(chosen):
+            one = slice(i, i + 1)
+            outputs[row.index] = type(output)(
+                logits=output.logits[one], z_1=None if output.z_1 is None else output.z_1[one]
+            )
+    drafts = [row.proposals.propose(row.input_ids, outputs.get(row.index)) for row in rows]
+    for row, draft in zip(rows, cut([row.proposals for row in rows], drafts), strict=True):
+        row.draft = draft
+    return len(chosen)
+
+
+def _padded(rows: list[Row], config: GenerationConfig) -> torch.Tensor:  # -> [B, T + n]
+    longest = max(row.input_ids.shape[1] for row in rows)
+    if len(rows) == 1:
+        return rows[0].input_ids
+    pad = config._pad_token_tensor
+    value = 0 if pad is None else int(pad)
+    whole = [torch.nn.functional.pad(r.input_ids, (0, longest - r.input_ids.shape[1]), value=value) for r in rows]
+    return torch.cat(whole)

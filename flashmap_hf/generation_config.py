@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
 
+MAX_NODES = 64  # of a tree: beyond that its bookkeeping in Python costs more than it can win
 Verification = Literal["auto", "rejection", "one_hot", "shared_noise"]
 
 
@@ -15,19 +16,52 @@ class FlashMapGenerationConfig(GenerationConfig):
         verification: rule used when sampling: `shared_noise`, `rejection`, `one_hot`, or `auto` (shared noise for a
             drafter with the quantile coupling, else rejection). Greedy decoding needs no rule.
         num_steps: 1 (one Euler step) or 2 (midpoint); None: as the drafter was configured.
+        adaptive: choose per step how many tokens to verify, and whether to draft at all, from the measured cost of
+            the target and the confidence of the drafter. None: on, unless `num_assistant_tokens` or `tree_size` says
+            how many. Decisions depend on the tokens and on one calibration per process, never on a clock.
+        tree_size: tokens of a tree, the anchor not counted, verified per step (at most 64). None: a chain, or as many
+            as pay where `adaptive` is on.
+        num_drafts: under the rejection rule, so many independent drafts are merged into one tree. None: 1.
+        draft_ngrams: also propose what followed earlier occurrences of the last two or three tokens; needs no drafter
+            pass. None: as `adaptive`.
+        seed: the call draws from generators of its own with this seed; None: from torch's global one.
 
     Raises:
-        ValueError: a value is not one of the above.
+        ValueError: a value is not one of the above; names the option.
     """
 
-    def __init__(self, verification: Verification = "auto", num_steps: int | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        verification: Verification = "auto",
+        num_steps: int | None = None,
+        adaptive: bool | None = None,
+        tree_size: int | None = None,
+        num_drafts: int | None = None,
+        draft_ngrams: bool | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(**kwargs)
         if verification not in get_args(Verification):
             raise ValueError(f"verification={verification!r}: choose one of {', '.join(get_args(Verification))}.")
         if num_steps not in (None, 1, 2):
             raise ValueError(f"num_steps={num_steps!r}: 1 is one Euler step, 2 is the midpoint rule.")
+        for name, value, most in (
+            ("tree_size", tree_size, MAX_NODES), ("num_drafts", num_drafts, MAX_NODES), ("seed", seed, 2**63 - 1),
+        ):  # fmt: skip
+            lowest = 0 if name == "seed" else 1
+            if value is not None and (type(value) is not int or not lowest <= value <= most):
+                raise ValueError(f"{name}={value!r}: must be an integer from {lowest} to {most}.")
+        for name, flag in (("adaptive", adaptive), ("draft_ngrams", draft_ngrams)):
+            if flag not in (None, True, False):
+                raise ValueError(f"{name}={flag!r}: must be True or False.")
         self.verification = verification
         self.num_steps = num_steps
+        self.adaptive = adaptive
+        self.tree_size = tree_size
+        self.num_drafts = num_drafts
+        self.draft_ngrams = draft_ngrams
+        self.seed = seed
 
 
 @dataclass(frozen=True)
@@ -35,13 +69,18 @@ class DraftOptions:
     """What one call asks of the drafter, resolved.
 
     num_assistant_tokens: tokens per block at most; assistant_confidence_threshold: a block stops where the product of
-    draft confidences falls below it (0: never).
+    draft confidences falls below it (0: never). The others as in `FlashMapGenerationConfig`.
     """
 
     num_assistant_tokens: int
     assistant_confidence_threshold: float
     verification: Verification
     num_steps: int
+    adaptive: bool = False
+    tree_size: int | None = None
+    num_drafts: int = 1
+    draft_ngrams: bool = False
+    seed: int | None = None
 
     @classmethod
     def resolve(
@@ -75,6 +114,19 @@ class DraftOptions:
         checked = FlashMapGenerationConfig(
             verification=first("verification", "auto", unset="auto"),
             num_steps=first("num_steps", num_steps),
+            **{name: first(name, None) for name in ("adaptive", "tree_size", "num_drafts", "draft_ngrams", "seed")},
         )
         assert checked.num_steps is not None
-        return cls(min(tokens, block_size), float(threshold), checked.verification, checked.num_steps)
+        sized = first("num_assistant_tokens", None) is not None or checked.tree_size is not None
+        adaptive = not (sized or threshold) if checked.adaptive is None else checked.adaptive
+        return cls(
+            min(tokens, block_size),
+            float(threshold),
+            checked.verification,
+            checked.num_steps,
+            adaptive,
+            checked.tree_size,
+            checked.num_drafts or 1,
+            adaptive if checked.draft_ngrams is None else checked.draft_ngrams,
+            checked.seed,
+        )

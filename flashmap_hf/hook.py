@@ -1,35 +1,24 @@
 """The one place that touches `GenerationMixin`: from then on `generate(..., assistant_model=drafter)` uses FlashMap.
 
-Three methods are wrapped. For any other `assistant_model` each calls the original with the same arguments.
+Four methods are wrapped. For any other `assistant_model` each calls the original with the same arguments.
 """
 
+import copy
 import functools
 import inspect
-import warnings
 from contextvars import ContextVar
 from typing import Any
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 
 from flashmap_hf import compatibility
 from flashmap_hf.candidates import FlashMapCandidateGenerator
-from flashmap_hf.decoding import generate_with_drafter
+from flashmap_hf.decoder import as_drafter, decode
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
-from flashmap_hf.statistics import Recorder
 
 _options: ContextVar[DraftOptions | None] = ContextVar("flashmap_options", default=None)
-
-
-def as_drafter(assistant_model: Any) -> FlashMapDrafter | None:
-    """The drafter behind `assistant_model`, which peft may have wrapped; None for any other assistant."""
-    if isinstance(assistant_model, FlashMapDrafter):
-        return assistant_model
-    base = getattr(assistant_model, "get_base_model", None)
-    inner = base() if callable(base) else None
-    return inner if isinstance(inner, FlashMapDrafter) else None
 
 
 def install() -> None:
@@ -40,6 +29,7 @@ def install() -> None:
     mixin.generate = _wrap_generate(mixin.generate)
     mixin._assisted_decoding = _wrap_assisted_decoding(mixin._assisted_decoding)
     mixin._get_candidate_generator = _wrap_get_candidate_generator(mixin._get_candidate_generator)
+    mixin._validate_generation_mode = _wrap_validate_generation_mode(mixin._validate_generation_mode)
 
 
 def _wrap_generate(original: Any) -> Any:
@@ -88,28 +78,11 @@ def _wrap_assisted_decoding(original: Any) -> Any:
         drafter = as_drafter(kwargs.get("assistant_model"))
         if drafter is None:
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        streamer, synced_gpus = kwargs.pop("streamer", None), kwargs.pop("synced_gpus", False)
         for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
-        batch_size, length = input_ids.shape
-        compatibility.check_inputs(batch_size, length, synced_gpus, kwargs)
-        obstacle = None
-        if compatibility.has_guidance(logits_processor):
-            obstacle = "guidance_scale runs the target twice per token"
-        elif drafter.device.type == "meta":
-            obstacle = "The drafter's weights are on the meta device (not loaded, or offloaded)"
-        if obstacle is not None:
-            warnings.warn(f"{obstacle}: decoding without the drafter.", stacklevel=3)
-            result = self._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **kwargs
-            )
-            tokens = result if isinstance(result, torch.Tensor) else result.sequences
-            steps = tokens.shape[1] - input_ids.shape[1]
-            Recorder(self.device).add(calls=1, plain_calls=1, committed=steps, target_steps=steps)
-            return result
-        candidates = _candidates(drafter, self, generation_config, logits_processor)
-        return generate_with_drafter(
-            self, input_ids, candidates, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+        options = _call_options(drafter, generation_config)
+        return decode(
+            self, drafter, options, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
         )
 
     return _assisted_decoding
@@ -122,17 +95,30 @@ def _wrap_get_candidate_generator(original: Any) -> Any:
         drafter = as_drafter(bound.get("assistant_model"))
         if drafter is None:
             return original(self, *args, **kwargs)
-        return _candidates(drafter, self, bound["generation_config"], bound["logits_processor"])
+        config = bound["generation_config"]
+        options = _call_options(drafter, config)
+        return FlashMapCandidateGenerator(drafter, self, config, bound["logits_processor"], options)
 
     return _get_candidate_generator
 
 
-def _candidates(
-    drafter: FlashMapDrafter, target: PreTrainedModel, generation_config: GenerationConfig, logits_processor: Any
-) -> FlashMapCandidateGenerator:
+def _wrap_validate_generation_mode(original: Any) -> Any:
+    @functools.wraps(original)
+    def _validate_generation_mode(self: Any, generation_mode: Any, generation_config: Any, kwargs: Any) -> Any:
+        if (
+            as_drafter(kwargs.get("assistant_model")) is not None
+        ):  # transformers' own loop takes one sequence, ours many
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
+        return original(self, generation_mode, generation_config, kwargs)
+
+    return _validate_generation_mode
+
+
+def _call_options(drafter: FlashMapDrafter, generation_config: GenerationConfig) -> DraftOptions:
     options = _options.get()
     if options is None:  # a decoding method was called without going through `generate`
         options = DraftOptions.resolve(
             {}, generation_config, None, drafter.generation_config, drafter.config.block_size, drafter.config.num_steps
         )
-    return FlashMapCandidateGenerator(drafter, target, generation_config, logits_processor, options)
+    return options

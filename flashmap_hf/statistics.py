@@ -14,8 +14,9 @@ class Statistics:
     """Counts over the `generate` calls of one `record()` block.
 
     committed: tokens emitted. target_steps: target forwards, the prefill included, so that plain decoding has exactly
-    one token per step. blocks: drafter passes. drafted / accepted: tokens proposed / kept. drafted_by_position[k] and
-    accepted_by_position[k]: how often a block reached position k + 1 / was accepted up to it.
+    one token per step; a forward over a batch counts once for each of its rows. blocks: drafter passes, per row.
+    nodes: tokens verified beside the anchors. drafted / accepted: tokens proposed along the deepest branch / kept.
+    drafted_by_position[k] and accepted_by_position[k]: how often a block reached position k + 1 / stood up to it.
     seconds_drafter, seconds_target: wall-clock inside the two forwards (synchronised on accelerators).
     plain_calls: calls that went on without the drafter, after a warning.
     """
@@ -25,6 +26,7 @@ class Statistics:
     committed: int = 0
     target_steps: int = 0
     blocks: int = 0
+    nodes: int = 0
     drafted: int = 0
     accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=list)

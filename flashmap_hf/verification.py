@@ -111,6 +111,15 @@ def quantile_interval(logits: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  
     return _share(left, mass).squeeze(-1), _share(right, mass).squeeze(-1)
 
 
+def sampled_token(logits: Tensor, u: Tensor) -> Tensor:  # [..., V], [...] float64 in [0, 1) -> [...]
+    """The target's own token at uniform noise `u`, by the inverse CDF in the order of ids.
+
+    Raises:
+        ValueError: a row of `logits` that is no law.
+    """
+    return draw(_lawful(logits.softmax(-1)), u)
+
+
 def verify_greedy(draft_tokens: Tensor, target_logits: Tensor) -> Verdict:  # [..., K], [..., K+1, V]
     """Accept while draft = argmax of the target; emit the argmax. Non-finite rows behave as in `torch.argmax`."""
     _check_chain(draft_tokens, target_logits)
@@ -277,7 +286,8 @@ def _lawful(p: Tensor) -> Tensor:  # [..., V]; the softmax of a row that is no l
 
 
 def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:  # float64
-    return torch.rand(shape, dtype=torch.float64, device=like.device, generator=generator)
+    place = like.device if generator is None else generator.device  # a generator draws on its own device only
+    return torch.rand(shape, dtype=torch.float64, device=place, generator=generator).to(like.device)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:  # [..., n], [...] -> [...]

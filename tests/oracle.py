@@ -68,7 +68,13 @@ def make(cls: type[FlashMapDrafter], target: PreTrainedModel, **overrides: Any) 
     fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return cls.from_target(target, **(fields | overrides)).eval()
+        return fixed(cls.from_target(target, **(fields | overrides)))
+
+
+def fixed(drafter: Any) -> Any:
+    """In eval mode, drafting a whole block at every step: what a tiny target's forwards cost says nothing."""
+    drafter.generation_config.adaptive = False
+    return drafter.eval()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

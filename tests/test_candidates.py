@@ -75,14 +75,14 @@ def test_ids_that_the_tokenizer_lacks_are_never_proposed(overrides, settings, mo
     drafter = make(FlashMapDrafter, target, tokenizer=tokenizer, **overrides)
     assert drafter.config.tokenizer_size == len(VOCABULARY) < drafter.config.vocab_size == PADDED
     proposed: list[int] = []
-    draft = FlashMapCandidateGenerator.draft
+    read = FlashMapCandidateGenerator.read
 
     def spied(self: FlashMapCandidateGenerator, *args: Any) -> Any:
-        found = draft(self, *args)
+        found = read(self, *args)
         proposed.extend(found.tokens.tolist())
         return found
 
-    monkeypatch.setattr(FlashMapCandidateGenerator, "draft", spied)
+    monkeypatch.setattr(FlashMapCandidateGenerator, "read", spied)
     plain = target.generate(PROMPT, **(PLAIN | {"max_new_tokens": 12}))
     found, _ = run(target, drafter, max_new_tokens=12, **settings)
     assert len(proposed) > 0
@@ -310,7 +310,7 @@ def test_a_transition_that_is_not_finite_warns_once(settings):
     with complaints() as said:
         found, stats = run(target, drafter, max_new_tokens=8, **settings)
     assert len([line for line in said if "not finite" in line]) == 1
-    assert stats.blocks == 0 and stats.plain_calls == 1
+    assert stats.blocks == 1 and stats.drafted == 0 and stats.plain_calls == 1
     assert found.shape[1] == START + 8
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from oracle import PLAIN, PROMPT, Oracle, complaints, run, scene, taught, tiny_drafter, tiny_target
+from oracle import PLAIN, PROMPT, Oracle, complaints, fixed, run, scene, taught, tiny_drafter, tiny_target
 from transformers import GenerationMixin
 
 import flashmap_hf
 from flashmap_hf import FlashMapCandidateGenerator, FlashMapDrafter
-from flashmap_hf.hook import as_drafter, install
+from flashmap_hf.decoder import as_drafter
+from flashmap_hf.hook import install
 
 ROOT = Path(__file__).resolve().parents[1]
 START = PROMPT.shape[1]
@@ -197,7 +198,7 @@ def test_the_adapter_of_a_lora_target_stays_active(task):
     target = lora(base, ["q_proj", "v_proj", "down_proj"], task_type=task)
     plain = target.generate(input_ids=PROMPT, **PLAIN, max_new_tokens=12)
     assert plain.tolist() != bare.tolist()
-    oracle = Oracle.from_target(base, num_hidden_layers=1, block_size=4).eval()
+    oracle = fixed(Oracle.from_target(base, num_hidden_layers=1, block_size=4))
     oracle.teach(base, plain)  # peft has put its layers into the base
     with complaints() as said, flashmap_hf.record() as stats:
         found = target.generate(input_ids=PROMPT, **PLAIN, max_new_tokens=12, assistant_model=oracle)

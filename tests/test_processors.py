@@ -26,13 +26,12 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     SynthIDTextWatermarkingConfig,
-    TemperatureLogitsWarper,
     WatermarkingConfig,
 )
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
-from flashmap_hf.decoding import emit
+from flashmap_hf.emission import emit
 from flashmap_hf.verification import draw
 
 START = PROMPT.shape[1]
@@ -105,14 +104,14 @@ def test_drafts_are_processed_on_their_own_prefix(settings, monkeypatch):
     stubborn = text.clone()
     stubborn[:, START:] = 7
     blocks: list[list[int]] = []
-    draft = FlashMapCandidateGenerator.draft
+    read = FlashMapCandidateGenerator.read
 
-    def spied(self: FlashMapCandidateGenerator, input_ids: torch.Tensor, u: torch.Tensor | None = None) -> Draft:
-        found = draft(self, input_ids, u)
+    def spied(self: FlashMapCandidateGenerator, *args: Any) -> Draft:
+        found = read(self, *args)
         blocks.append(found.tokens.tolist())
         return found
 
-    monkeypatch.setattr(FlashMapCandidateGenerator, "draft", spied)
+    monkeypatch.setattr(FlashMapCandidateGenerator, "read", spied)
     run(target, taught(target, stubborn), max_new_tokens=2 + BLOCK, **settings)
     first = blocks[0]
     assert len(first) == BLOCK
@@ -273,11 +272,11 @@ def emitted(rule: str, processors: LogitsProcessorList, raw: torch.Tensor, q: to
     for _ in range(times):
         u = torch.rand(3, dtype=torch.float64)
         if rule == "one_hot":
-            draft = Draft(q.argmax(-1))
+            draft = Draft.of_chain(q.argmax(-1))
         else:
             tokens = draw(q, torch.rand(2, dtype=torch.float64))
-            draft = Draft(tokens, q if rule == "rejection" else None)
-        pair = [int(token) for token, _, _ in emit(rule, draft, raw, processors, PROMPT, u)][:2]
+            draft = Draft.of_chain(tokens, q if rule == "rejection" else None)
+        pair = [int(one.token) for one in emit(rule, draft, raw, processors, PROMPT, u)][:2]
         found[tuple(pair + [-1] * (2 - len(pair)))] += 1
     return found
 
@@ -307,19 +306,16 @@ def test_deciding_one_by_one_keeps_the_law(rule):
 def test_one_by_one_equals_at_once_where_the_rule_is_deterministic():
     torch.manual_seed(6)
     raw = torch.randn(5, 9)
-    pure, own = (
-        LogitsProcessorList([TemperatureLogitsWarper(0.7)]),
-        LogitsProcessorList([TemperatureLogitsWarper(0.7), Identity()]),
-    )
+    none, own = LogitsProcessorList(), LogitsProcessorList([Identity()])
     for _ in range(50):
         u = torch.rand(5, dtype=torch.float64)
-        draft = Draft(torch.randint(0, 2, (4,)))
+        draft = Draft.of_chain(torch.randint(0, 2, (4,)))
         for rule in ("greedy", "shared_noise"):
             raw[:, :2] += 1.0  # drafted tokens are accepted now and then
-            at_once, one_by_one = (list(emit(rule, draft, raw, list_, PROMPT, u)) for list_ in (pure, own))
-            assert [(int(t), d) for t, _, d in at_once] == [(int(t), d) for t, _, d in one_by_one]
-            for (_, scores, _), (_, other, _) in zip(at_once, one_by_one, strict=True):
-                assert torch.equal(scores, other)
+            at_once, one_by_one = (list(emit(rule, draft, raw, list_, PROMPT, u)) for list_ in (none, own))
+            assert [(int(e.token), e.node) for e in at_once] == [(int(e.token), e.node) for e in one_by_one]
+            for one, other in zip(at_once, one_by_one, strict=True):
+                assert torch.equal(one.scores, other.scores)
 
 
 def test_user_objects_are_left_as_they_were():

@@ -10,103 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DRAFTER_SIZES, lengths_accepted, tiny_drafter, tiny_target
-from scipy.stats import chi2
-from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from conftest import tiny_drafter, tiny_target
+from table_model import RIGHT, WRONG, K, N, V, check_law, enumerate_law, long_run, p_value, table_pair
+from transformers import GenerationMixin
 
 import flashmap_hf
-from flashmap_hf import FlashMapConfig, FlashMapDrafter, FlashMapGenerationConfig, Statistics
+from flashmap_hf import FlashMapDrafter, FlashMapGenerationConfig, Statistics
 from flashmap_hf.candidates import Draft, FlashMapCandidateGenerator
-from flashmap_hf.modeling_flashmap import FlashMapOutput
-from flashmap_hf.verification import Verdict, draw, quantile_token
+from flashmap_hf.verification import NodeVerdict, draw
 
-V, K, N = 5, 3, 3  # vocabulary, block size, tokens of a window
-RIGHT, WRONG = 1e-4, 1e-6  # p-values: a right rule stays above the first, a wrong one falls below the second
 TOKENS = 2400
 PLAIN = {"top_k": 0}  # the default of generate is 50
 FILTERS = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
-
-
-class TableConfig(PreTrainedConfig):
-    model_type = "table"
-    vocab_size, hidden_size, num_hidden_layers, num_attention_heads = V, V, 1, 1
-    max_position_embeddings = 2**16
-
-
-class TableModel(PreTrainedModel, GenerationMixin):
-    """A target that costs nothing: logits are a table of the last two tokens, and the first of them is read back from
-    the key-value cache, so a cache that is rolled back by one token too few or too many changes the law."""
-
-    config_class = TableConfig
-
-    def __init__(self, config: TableConfig, spread: float = 1.0):
-        super().__init__(config)
-        generator = torch.Generator().manual_seed(1)
-        self.table = torch.nn.Parameter(spread * torch.randn(V, V, V, generator=generator))
-        self.embedding = torch.nn.Embedding.from_pretrained(torch.eye(V))
-        self.unembedding = torch.nn.Linear(V, V, bias=False)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        return self.embedding
-
-    def get_output_embeddings(self) -> torch.nn.Module:
-        return self.unembedding
-
-    def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor, cache: Any = None, logits_to_keep: int = 0, **kwargs: Any
-    ) -> CausalLMOutputWithPast:
-        stored, _ = cache.update(input_ids[:, None, :, None].float(), input_ids[:, None, :, None].float(), 0)
-        tokens = F.pad(stored[:, 0, :, 0].long(), (1, 0))
-        fed = input_ids.shape[1]
-        logits = self.table[tokens[:, -fed - 1 : -1], tokens[:, -fed:]]
-        state = self.embedding(input_ids)
-        return CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:], cache=cache, hidden_states=(state, state))
-
-
-class TableDrafter(FlashMapDrafter):
-    """Knows the target's table roughly and walks along it. What it says in a slot depends on the noise of the next one,
-    as attention among the slots may have it: whether a token is accepted tells about the noise behind it."""
-
-    def __init__(self, config: FlashMapConfig):
-        super().__init__(config)
-        generator = torch.Generator().manual_seed(2)
-        self.table = torch.nn.Parameter(0.4 * torch.randn(V, V, V, generator=generator))
-
-    def forward(  # type: ignore[override]
-        self,
-        taps: torch.Tensor,
-        anchor_embeds: torch.Tensor,
-        u: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> FlashMapOutput:
-        before, token = taps[0, -1, -V:].argmax(), anchor_embeds[0].argmax()
-        slots = []
-        for k in range(K):
-            logits = self.table[before, token]
-            if noise is not None:
-                logits = logits + 0.7 * noise[0, k]
-            if u is not None:
-                trust = 20.0 * torch.cos(torch.pi * u[0, (k + 1) % K])
-                logits = logits + trust * F.one_hot(quantile_token(logits, u[0, k]), V)
-            before, token = token, logits.argmax()
-            slots.append(logits)
-        logits = torch.stack(slots)[None]
-        return FlashMapOutput(z_1=logits, logits=logits)  # D = V
-
-
-def table_pair(**overrides: Any) -> tuple[TableModel, TableDrafter]:
-    target = TableModel(TableConfig()).eval()
-    drafter = TableDrafter.from_target(target, **{**DRAFTER_SIZES, "block_size": K, "window": 2, **overrides}).eval()
-    with torch.no_grad():
-        drafter.table += target.table
-        if drafter.head.transition is not None:
-            torch.nn.init.normal_(
-                drafter.head.transition.readout.weight, std=0.5, generator=torch.Generator().manual_seed(3)
-            )
-    return target, drafter
 
 
 def mistral_pair(**overrides: Any) -> tuple[Any, FlashMapDrafter]:
@@ -117,66 +32,6 @@ def mistral_pair(**overrides: Any) -> tuple[Any, FlashMapDrafter]:
         bos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     return target, tiny_drafter(target, block_size=K, window=3, initializer_range=0.5, **overrides)
-
-
-@torch.no_grad()
-def enumerate_law(target: Any, prompts: torch.Tensor, n: int, **options: Any) -> torch.Tensor:  # [S, P] -> [S, V^n]
-    """Probability of each continuation of n tokens, from the scores of plain `generate` after every prefix."""
-    law = torch.ones(len(prompts), 1, dtype=torch.float64)
-    prefixes = prompts
-    for _ in range(n):
-        step = target.generate(
-            prefixes, attention_mask=torch.ones_like(prefixes), do_sample=True, max_new_tokens=1,
-            return_dict_in_generate=True, output_scores=True, **options,
-        )  # fmt: skip
-        p = step.scores[0].double().softmax(-1)
-        law = (law.reshape(-1, 1) * p).reshape(len(prompts), -1)
-        prefixes = torch.cat([prefixes.repeat_interleave(V, 0), torch.arange(V).repeat(len(prefixes))[:, None]], 1)
-    return law
-
-
-def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:  # [S, C], [S, C]
-    """Chi-square of counts given each row's total; within a row, cells are pooled until they expect 5."""
-    assert not counts[law == 0].any(), "a token of probability zero was emitted"
-    statistic, freedom = 0.0, 0
-    for row, p in zip(counts, law, strict=True):
-        expected, order = (row.sum() * p).sort(descending=True)
-        pools = [[0.0, 0.0]]
-        for e, o in zip(expected.tolist(), row[order].tolist(), strict=True):
-            if pools[-1][0] >= 5:
-                pools.append([0.0, 0.0])
-            pools[-1][0] += e
-            pools[-1][1] += o
-        if len(pools) > 1 and pools[-1][0] < 5:
-            e, o = pools.pop()
-            pools[-1][0] += e
-            pools[-1][1] += o
-        if len(pools) > 1:
-            statistic += sum((o - e) ** 2 / e for e, o in pools)
-            freedom += len(pools) - 1
-    assert freedom > 20, "too few samples to say anything"
-    return float(chi2.sf(statistic, freedom))
-
-
-def long_run(
-    target: Any, drafter: FlashMapDrafter, seed: int, tokens: int, rule: str, **options: Any
-) -> tuple[float, Statistics]:
-    """p-value of all windows of one long call."""
-    states = torch.cartesian_prod(torch.arange(V), torch.arange(V))
-    law = enumerate_law(target, states, N, **{k: v for k, v in options.items() if "assistant" not in k})
-    torch.manual_seed(seed)
-    config = FlashMapGenerationConfig(verification=rule, do_sample=True, max_new_tokens=tokens, **options)
-    prompt = torch.tensor([[1, 2]])
-    with flashmap_hf.record() as stats:
-        text = target.generate(
-            prompt, attention_mask=torch.ones_like(prompt), generation_config=config, assistant_model=drafter
-        )[0]
-    powers = V ** torch.arange(N - 1, -1, -1)
-    starts = torch.arange(0, len(text) - 2 - N + 1, N)
-    state = text[starts] * V + text[starts + 1]
-    window = sum(text[starts + 2 + i] * powers[i] for i in range(N))
-    counts = torch.zeros(V * V, V**N).index_put_((state, window), torch.ones(len(starts)), accumulate=True)
-    return p_value(counts, law), stats
 
 
 MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # rule, drafter, options of generate
@@ -200,11 +55,6 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # rule, drafte
     ),
     "rejection, min-p": ("rejection", {}, {**PLAIN, "min_p": 0.15, "temperature": 1.3}),
 }
-
-
-def check_law(p: float, stats: Statistics) -> None:
-    assert min(lengths_accepted(stats)) > 0, lengths_accepted(stats)
-    assert p > RIGHT, p
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -284,44 +134,43 @@ def test_law_with_a_repetition_penalty_and_many_samples(mode: str) -> None:
 # The harness can fail: each of these rules is wrong, and each looks innocent.
 
 
-def accept_backwards(tokens: torch.Tensor, q: torch.Tensor, logits: torch.Tensor) -> Verdict:
+def accept_backwards(tokens: torch.Tensor, q: torch.Tensor, logits: torch.Tensor, generator: Any) -> NodeVerdict:
     """Accepts with min(1, q/p)."""
-    p = logits.softmax(-1)
-    at = tokens[:, None]
-    u = torch.rand(len(tokens))
-    accepted = int((u * p[:-1].gather(1, at)[:, 0] < q.gather(1, at)[:, 0]).cumprod(0).sum())
-    return Verdict(torch.tensor(accepted), draw(p[accepted], torch.rand((), dtype=torch.float64)))
+    p, token = logits.softmax(-1), tokens[0]
+    if torch.rand(()) * p[token] < q[0, token]:
+        return NodeVerdict(torch.tensor(0), token)
+    return NodeVerdict(torch.tensor(-1), draw(p, torch.rand((), dtype=torch.float64)))
 
 
 def test_a_wrong_accept_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmap_hf.decoding.verify_rejection", accept_backwards)
+    monkeypatch.setattr("flashmap_hf.emission.verify_children", accept_backwards)
     p, _ = long_run(*table_pair(), seed=7, tokens=TOKENS, rule="rejection", **PLAIN)
     assert p < WRONG, p
 
 
 def test_noise_drawn_again_after_a_refusal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = FlashMapCandidateGenerator.draft
+    noise_of = FlashMapCandidateGenerator.noise_of
 
-    def redraw(self: FlashMapCandidateGenerator, input_ids: torch.Tensor, u: torch.Tensor) -> Draft:
+    def redraw(self: FlashMapCandidateGenerator, u: torch.Tensor) -> torch.Tensor | None:
         u.copy_(torch.rand_like(u))  # the loop's own numbers: u is a view of them
-        return draft(self, input_ids, u)
+        return noise_of(self, u)
 
-    monkeypatch.setattr(FlashMapCandidateGenerator, "draft", redraw)
+    monkeypatch.setattr(FlashMapCandidateGenerator, "noise_of", redraw)
     p, _ = long_run(*table_pair(), seed=8, tokens=6000, rule="shared_noise", **PLAIN)
     assert p < WRONG, p
 
 
 def test_a_block_that_stops_at_an_unlikely_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = FlashMapCandidateGenerator.draft
+    read = FlashMapCandidateGenerator.read
 
-    def drop_unlikely(self: FlashMapCandidateGenerator, input_ids: torch.Tensor, u: torch.Tensor | None) -> Draft:
-        block = draft(self, input_ids, u)
+    def drop_unlikely(self: FlashMapCandidateGenerator, input_ids: torch.Tensor, output: Any, size: int) -> Draft:
+        block = read(self, input_ids, output, size)
         if block.probs is None:  # no room for a block
             return block
         likely = block.probs.gather(1, block.tokens[:, None])[:, 0] > 0.3
         size = int(likely.cumprod(0).sum())
-        return Draft(block.tokens[:size], block.probs[:size])
+        return Draft.of_chain(block.tokens[:size], block.probs[:size])
 
-    monkeypatch.setattr(FlashMapCandidateGenerator, "draft", drop_unlikely)
+    monkeypatch.setattr(FlashMapCandidateGenerator, "read", drop_unlikely)
     p, _ = long_run(*table_pair(), seed=9, tokens=TOKENS, rule="rejection", **PLAIN)
     assert p < WRONG, p

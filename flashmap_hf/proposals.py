@@ -1,0 +1,191 @@
+"""What to verify next for one sequence: the drafter's lattice as a tree, sampled drafts, n-grams; and how much pays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator
+from flashmap_hf.ngrams import NGramIndex
+from flashmap_hf.pace import Pace, choose_rows, wants_draft_rows
+from flashmap_hf.tree import Level, TokenTree, best_first, from_paths, merge
+
+WIDTH = 8  # candidates after a node
+ADAPTIVE_NODES = 16  # what a tree may have where the pace cuts it
+NGRAM_BRANCHES, NGRAM_LENGTH = 2, 10
+# By length of the match: a first guess that the first token is right, and each further one given those before it. The
+# pace corrects it by what is accepted.
+NGRAM_TRUST = {3: (0.75, 0.87), 2: (0.55, 0.67)}
+NGRAM_SECOND = 0.5  # of the trust that the first branch leaves: the second can only be right where that is not
+
+
+class Proposals:
+    """Drafts for one sequence of one call.
+
+    Args:
+        candidates: its candidate generator.
+        pace: decides how much to verify; None: as much as the options say.
+        trees: whether the target can verify a tree; else the most probable branch is taken.
+    """
+
+    def __init__(self, candidates: FlashMapCandidateGenerator, pace: Pace | None, trees: bool):
+        self.candidates, self.pace, self.trees = candidates, pace, trees
+        self.options = candidates.options
+        self.ngrams: NGramIndex | None = NGramIndex() if self.options.draft_ngrams else None
+        self.branches: list[tuple[list[int], list[float]]] = []
+        self.drafted = False  # whether a drafter pass was made for this step, for this sequence or others
+        self.room = 0  # tokens that a pass may draft
+
+    def see(self, tokens: Sequence[int]) -> None:
+        """Newly committed tokens, the prompt first."""
+        if self.ngrams is not None:
+            self.ngrams.extend(tokens)
+
+    def look_up(self, input_ids: torch.Tensor) -> None:  # [1, T]
+        """Before each proposal: what n-grams say, which is free, and how much room there is for a drafter pass."""
+        self.branches = self._ngram_branches(self._length(input_ids))
+        self.drafted = False
+        self.room = self.candidates.room(input_ids)
+
+    def _length(self, input_ids: torch.Tensor) -> int:  # the target adds one token of its own
+        return max(0, self.candidates.max_length - input_ids.shape[1] - 1)
+
+    def claims(self) -> list[float]:
+        """What the branches claim, in descending order."""
+        return sorted((p for _, joint in self.branches for p in joint), reverse=True)
+
+    def _ngram_branches(self, length: int) -> list[tuple[list[int], list[float]]]:
+        if self.ngrams is None:
+            return []
+        branches: list[tuple[list[int], list[float]]] = []
+        for tokens, match in self.ngrams.continuations(NGRAM_BRANCHES, min(NGRAM_LENGTH, length)):
+            first, lasting = NGRAM_TRUST[match]
+            first *= NGRAM_SECOND ** len(branches)
+            branches.append((tokens, [first * lasting**i for i in range(len(tokens))]))
+        return branches
+
+    def propose(self, input_ids: torch.Tensor, output: Any | None) -> Draft:
+        """The draft after `input_ids` `[1, T]`; output: the drafter's for it, None where there was no pass."""
+        draft = NOTHING
+        size = self.room
+        if output is not None and size > 0:
+            if self.candidates.rule == "rejection":
+                draft = self._sampled(input_ids, output, size)
+            elif self._whole_tree:
+                draft = Draft(self._lattice(input_ids, output, size))
+            else:
+                draft = self.candidates.read(input_ids, output, size)
+        if not self.branches:
+            return draft
+        if not self.trees:
+            return self._likelier(draft)
+        return self._merged(draft)
+
+    @property
+    def _whole_tree(self) -> bool:
+        """Whether the lattice is read as a tree; processors that change an argmax are walked along one chain only."""
+        plain = not self.candidates.argmax_processors and not self.options.assistant_confidence_threshold
+        asked = self.options.tree_size is not None or self.options.num_drafts > 1
+        return plain and self.trees and (asked or self.options.adaptive)
+
+    def _lattice(self, input_ids: torch.Tensor, output: Any, size: int) -> TokenTree:
+        several = size * self.options.num_drafts
+        nodes = self.options.tree_size or (several if self.options.num_drafts > 1 else ADAPTIVE_NODES)
+        logits = output.logits[0, :size].float()
+        if not self.candidates.finite(logits):
+            return NOTHING.tree
+        return best_first(self._level(int(input_ids[0, -1]), logits, output.z_1), size, nodes)
+
+    def _level(self, anchor: int, logits: torch.Tensor, z_1: torch.Tensor | None) -> Level:  # [k, N], [1, K, D]
+        head = self.candidates.drafter.head
+        width = min(WIDTH, logits.shape[-1])
+
+        def level(k: int, parents: list[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = logits[k : k + 1]
+            if head.transition is not None:
+                assert z_1 is not None
+                previous = head.draft_positions(
+                    torch.tensor([anchor] if parents is None else parents, device=rows.device)
+                )
+                rows = head.biased(rows, z_1[0, k : k + 1], previous)
+            best = rows.log_softmax(-1).topk(width)
+            return best.values, head.target_ids(best.indices)
+
+        return level
+
+    def _sampled(self, input_ids: torch.Tensor, output: Any, size: int) -> Draft:
+        """Independent drafts merged by prefix. How long they are is decided before any token is drawn."""
+        if self.pace is not None:
+            modes = output.logits[0, :size].float().softmax(-1).amax(-1).cumprod(0)
+            size = self.pace.choose(modes.tolist(), drafter_used=True)
+            if size < 1:
+                return NOTHING
+        several = self.options.num_drafts if self.trees and self.candidates.drafter.config.coupling == "quantile" else 1
+        drafts = [self.candidates.read(input_ids, output, size) for _ in range(several)]
+        drafts = [draft for draft in drafts if len(draft.tree)]
+        if len(drafts) < 2:
+            return drafts[0] if drafts else NOTHING
+        tree, order = from_paths([draft.tree.tokens for draft in drafts])
+        laws: list[list[torch.Tensor]] = [[] for _ in range(len(tree) + 1)]  # by place, in the order of the drafts
+        for draft in drafts:
+            place, offers = 0, draft.offers or []
+            for token, offer in zip(draft.tree.tokens, offers, strict=False):
+                laws[place].append(offer[0][1])
+                place = 1 + next(child for child in tree.children[place] if tree.tokens[child] == token)
+        return Draft(tree, [list(zip(nodes, given, strict=True)) for nodes, given in zip(order, laws, strict=True)])
+
+    def _merged(self, draft: Draft) -> Draft:
+        """With the n-gram branches. Under rejection a branch's token is offered last, as certain."""
+        old = len(draft.tree)
+        if self.candidates.rule != "rejection":
+            return Draft(merge(draft.tree, self.branches))
+        branches = self.branches
+        if self.pace is not None:  # by what the text says alone: a cut that knew the tokens drawn would bias the law
+            claims = self.claims()
+            lowest = [2.0, *claims][self.pace.choose(claims, drafter_used=False)]
+            branches = [(tokens, [p for p in joint if p >= lowest]) for tokens, joint in branches]
+        tree = merge(draft.tree, [(tokens[: len(joint)], joint) for tokens, joint in branches])
+        offers = [*(draft.offers or [[]]), *([] for _ in range(len(tree) - old))]
+        for node in range(old, len(tree)):
+            certain = F.one_hot(torch.tensor(tree.tokens[node]), self.candidates.vocab_size).float()
+            offers[tree.parents[node] + 1].append((node, certain))
+        return Draft(tree, offers)
+
+    def _likelier(self, draft: Draft) -> Draft:
+        """One chain: the drafter's, or the first branch where that promises more tokens."""
+        tokens, joint = self.branches[0]
+        if sum(draft.tree.joint) >= sum(joint):
+            return draft
+        laws = None
+        if self.candidates.rule == "rejection":
+            laws = F.one_hot(torch.tensor(tokens), self.candidates.vocab_size).float()
+        return Draft.of_chain(torch.tensor(tokens), laws, joint)
+
+    def accept(self, draft: Draft, accepted: int, rows: int, width: int) -> None:
+        """Tell the pace what came of a step over `rows` sequences with `width` drafted places each."""
+        if self.pace is not None:
+            self.pace.observe(sorted(draft.tree.joint, reverse=True), accepted, self.drafted, rows, width)
+
+
+def wanting(proposals: Sequence[Proposals]) -> list[int]:
+    """Which sequences take part in a drafter pass now: those that have room, if it is worth its time."""
+    able = [i for i, p in enumerate(proposals) if p.room > 0]
+    paces = [pace for i in able if (pace := proposals[i].pace) is not None]
+    if paces and not wants_draft_rows(paces, [proposals[i].claims() for i in able], len(proposals)):
+        return []
+    return able
+
+
+def cut(proposals: Sequence[Proposals], drafts: Sequence[Draft]) -> list[Draft]:
+    """The part of each draft that is worth verifying, where the call adapts; sampled drafts have been cut before."""
+    paces, size = [p.pace for p in proposals], proposals[0].options.tree_size
+    if proposals[0].candidates.rule == "rejection":
+        return list(drafts)
+    if size is not None:
+        drafts = [Draft(draft.tree.best(size)) for draft in drafts]
+    if any(pace is None for pace in paces):
+        return list(drafts)
+    claims = [sorted(draft.tree.joint, reverse=True) for draft in drafts]
+    sizes = choose_rows([pace for pace in paces if pace is not None], claims, any(p.drafted for p in proposals))
+    return [Draft(draft.tree.best(size)) for draft, size in zip(drafts, sizes, strict=True)]
