@@ -151,6 +151,16 @@ def has_guidance(processors: LogitsProcessorList) -> bool:
     return any(isinstance(p, GUIDANCE) for p in processors)
 
 
+def has_virtual_tokens(target: PreTrainedModel) -> bool:
+    """Whether peft's prompt learning (prompt, P- and prefix tuning) prepares the inputs of this call.
+
+    It feeds one token after another, and with transformers 5.24 puts its virtual tokens before each.
+    """
+    owner = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    config = getattr(owner, "active_peft_config", None)
+    return bool(getattr(config, "is_prompt_learning", False))
+
+
 def is_pure(processor: LogitsProcessor) -> bool:
     """Whether a processor is a function of (input_ids, scores), so that any prefix may be asked about, in any order.
 

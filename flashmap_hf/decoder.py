@@ -48,6 +48,8 @@ def decode(
     reason = None
     if compatibility.has_guidance(logits_processor):
         reason = "guidance_scale runs the target twice per token"
+    elif compatibility.has_virtual_tokens(target):
+        reason = "peft inserts virtual tokens one step at a time (hand them over as a cache: examples/peft_target.py)"
     elif drafter.device.type == "meta":
         reason = "The drafter's weights are on the meta device (not loaded, or offloaded)"
     if reason is not None:

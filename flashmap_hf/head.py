@@ -10,7 +10,9 @@ from flashmap_hf.configuration_flashmap import FlashMapConfig
 
 
 def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidden_size: int) -> torch.Tensor:
-    """Rows of the target's unembedding; where the weight cannot be read (offloaded, quantised) by calling the module.
+    """Rows of the target's unembedding, read where its weight is all it does, else found by calling the module.
+
+    It is called where the weight is offloaded, packed as integers, or adapted by peft; torchao and quanto dequantise.
 
     Args:
         output_embeddings: the target's `[D] -> [V]` map.
@@ -20,10 +22,10 @@ def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidd
     Returns:
         `[N, D]`, no gradient.
     """
-    weight = getattr(output_embeddings, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.device.type != "meta" and weight.is_floating_point():
-        return weight.detach()[:ids] if isinstance(ids, int) else weight.detach()[ids.to(weight.device)]
     with torch.no_grad():
+        weight = readable_weight(output_embeddings, hidden_size)
+        if weight is not None:
+            return weight[:ids] if isinstance(ids, int) else weight[ids.to(weight.device)]
         parameter = next(output_embeddings.parameters(), torch.empty(0))  # a packed quantised weight is no parameter
         dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
@@ -33,6 +35,24 @@ def unembedding_rows(output_embeddings: nn.Module, ids: torch.Tensor | int, hidd
         ]
         bias = output_embeddings(torch.zeros(1, hidden_size, dtype=dtype, device=device))[:, rows]
         return (torch.cat(columns) - bias).t().contiguous()
+
+
+def readable_weight(output_embeddings: nn.Module, hidden_size: int) -> torch.Tensor | None:
+    """`[V, D]` where the module is a product with its `weight`, dequantised; None where it has to be called."""
+    weight = getattr(output_embeddings, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.device.type == "meta" or not weight.is_floating_point():
+        return None
+    if type(weight).dequantize is not torch.Tensor.dequantize:  # torchao's and quanto's tensors, a dtype in name only
+        return weight.dequantize()
+    if type(weight) not in (torch.Tensor, nn.Parameter):  # distributed, or packed in another way
+        return None
+    if not isinstance(output_embeddings, nn.Linear):
+        # peft's wrappers pass on a `weight` that may not be all they apply: one product tells
+        probe = torch.linspace(-1, 1, hidden_size, dtype=weight.dtype, device=weight.device)[None]
+        bias = getattr(output_embeddings, "bias", None)
+        if not torch.equal(output_embeddings(probe), nn.functional.linear(probe, weight, bias)):
+            return None
+    return weight.detach()
 
 
 class Transition(nn.Module):

@@ -18,13 +18,17 @@ PACKAGE = "flashmap_hf"
 # modules may also import one another, without a cycle. Planned modules stand here before they exist.
 LAYERS: tuple[tuple[str, ...], ...] = (
     # These import nothing of ours.
-    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics"),
-    ("devices", "prompts", "prompt_files", "options", "progress"),
-    ("configuration_flashmap", "generation_config"),
-    ("conditioning", "velocity", "head", "compatibility", "loading"),
+    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "markdown"),
+    ("tree", "ngrams", "costs"),
+    ("devices", "prompts", "prompt_files", "options", "progress", "pace", "target_outline"),
+    ("configuration_flashmap", "generation_config", "hub_errors"),
+    ("conditioning", "velocity", "head", "compatibility", "loading", "sharing"),
     ("modeling_flashmap",),
-    ("candidates",),
+    ("candidates", "row_processors", "target_steps"),
+    ("emission", "proposals"),
+    ("collected",),
     ("decoding",),
+    ("decoder",),
     ("hook",),
     ("__init__",),  # the public names; from here upwards `import flashmap_hf` is allowed
     ("drafters", "runs"),
@@ -32,9 +36,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comparison_table",),
     ("evaluation.*",),
     ("training.*",),
-    ("card_sections",),
+    ("card_sections", "recipe_card"),
     ("hub_card",),
-    ("hub_push",),
+    ("hub_push", "hub_list"),
+    ("demo.*",),
     ("cli",),
     ("__main__",),
 )

@@ -1,4 +1,4 @@
-"""Token trees through the real `generate`: greedy equals plain, the law of any tree is the target's, the cache is clean.
+"""Token trees through the real `generate`: greedy equals plain, the law is the target's, the cache stays clean.
 
 The table target reads its last two tokens from the cache through the mask that it is given, so a refused branch that
 stays in the cache, or a node that sees another branch, changes what it says.
