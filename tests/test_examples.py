@@ -2,13 +2,24 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
-from tiny_files import write_drafter, write_target
+import torch
+from conftest import tiny_target
+from nbclient import NotebookClient
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny_files import byte_tokenizer, write_drafter, write_target
+from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+import flashmap_hf
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+CUSTOM_GENERATE = ROOT / "hub_cards" / "flashmap-smollm2-135m" / "custom_generate"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +93,141 @@ def test_train_drafter_makes_a_drafter_with_a_card(run_example, tmp_path, capsys
     }
 
 
-@pytest.mark.parametrize(("name", "lines"), [("generate.py", 60), ("train_drafter.py", 60), ("demo.py", 120)])
-def test_examples_stay_short(name, lines):
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < lines
+def test_sampling_says_the_same_with_the_same_seed(run_example, folders, capsys):
+    assert run_example("sampling.py", "Hi", *folders, "--max-new-tokens", "6") == 0
+    printed = capsys.readouterr().out
+    for rule in ("shared_noise", "rejection", "one_hot"):
+        assert f"--- {rule}: 1." in printed
+    assert printed.count("the same again with the same seed") == 3
+    assert "ANOTHER TEXT" not in printed
+
+
+def test_streaming_prints_while_it_generates(run_example, folders, capsys):
+    assert run_example("streaming.py", "Hi", *folders, "--max-new-tokens", "6") == 0
+    text, counts = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert text
+    assert counts.split(" pieces in ")[0].isdigit()
+
+
+def test_streaming_ends_when_generate_fails(run_example, folders):
+    with pytest.raises(ValueError, match="max_new_tokens"):  # and does not wait for text for ever
+        run_example("streaming.py", "Hi", *folders, "--max-new-tokens", "0")
+
+
+ADAPTERS = {
+    "lora": LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", [None, *ADAPTERS])
+def test_peft_target_says_what_plain_decoding_says(run_example, folders, capsys, tmp_path, kind):
+    adapter = []
+    if kind is not None:
+        tuned = get_peft_model(tiny_target("llama", vocab_size=len(byte_tokenizer())), ADAPTERS[kind])
+        with torch.no_grad():
+            for parameter in tuned.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        tuned.save_pretrained(tmp_path / "adapter")
+        adapter = ["--adapter", str(tmp_path / "adapter")]
+    assert run_example("peft_target.py", *folders, *adapter, "--max-new-tokens", "8") == 0
+    assert "identical to plain: True" in capsys.readouterr().out
+
+
+def test_benchmark_compares_on_a_file_of_prompts(run_example, folders, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"id": word, "prompt": f"Say {word}."}) + "\n" for word in ("one", "two", "six"))
+    )
+    options = ["--prompts", str(prompts), "--limit", "2", "--rounds", "1", "--max-new-tokens", "4"]
+    measured = tmp_path / "measured.json"
+    assert run_example("benchmark.py", *folders, *options, "--dtype", "float32", "--json", str(measured)) == 0
+    assert "x plain decoding's speed" in capsys.readouterr().out
+    written = json.loads(measured.read_text(encoding="utf-8"))
+    assert [result["name"] for result in written["prompts"]] == ["one", "two"]
+
+
+# --- the Hub repository's own generate ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_folder(tmp_path, monkeypatch):
+    """A drafter's repository as on the Hub; its code is copied into a folder of this test alone."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = write_drafter(tmp_path / "drafter")
+    shutil.copytree(CUSTOM_GENERATE, folder / "custom_generate")
+    return folder
+
+
+def test_custom_generate_from_hub_streams(run_example, folders, hub_folder, capsys):
+    assert run_example("generate.py", "Hi", *folders, "--max-new-tokens", "8") == 0
+    with_assistant = capsys.readouterr().out.rsplit("\n", 2)[0]
+    options = ["--drafter", str(hub_folder), "--max-new-tokens", "8"]
+    assert run_example("custom_generate_from_hub.py", "Hi", *folders[:2], *options) == 0
+    assert capsys.readouterr().out.strip() == with_assistant.strip() != ""
+
+
+def test_the_repositorys_generate_uses_its_own_drafter_or_the_given_one(folders, hub_folder):
+    target = AutoModelForCausalLM.from_pretrained(folders[1]).eval()
+    prompt = torch.tensor([[5, 17, 33]])
+    call = {"do_sample": False, "max_new_tokens": 9}
+    plain = target.generate(prompt, **call)
+    through = {"custom_generate": str(hub_folder), "trust_remote_code": True, "local_files_only": True}
+    for assistant in (None, flashmap_hf.FlashMapDrafter.from_pretrained(folders[3])):
+        with flashmap_hf.record() as stats:
+            found = target.generate(prompt, **call, **through, assistant_model=assistant)
+        assert found.tolist() == plain.tolist()
+        assert stats.calls == 1
+        assert stats.drafted > 0
+
+
+def test_the_repositorys_generate_says_which_package_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashmap_hf", None)  # as if it were not installed
+    with pytest.raises(ImportError, match="needs the package flashmap_hf: install it"):
+        runpy.run_path(str(CUSTOM_GENERATE / "generate.py"))
+
+
+# --- the notebook ---------------------------------------------------------------------------------------------------
+
+
+def quickstart(folders):
+    """The notebook for the tiny models, and its code cells."""
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    (parameters,) = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source = f"TARGET, DRAFTER, NEW_TOKENS = {folders[1]!r}, {folders[3]!r}, 6"
+    return notebook, cells
+
+
+def check_quickstart(printed):
+    for line in ("identical to plain: True", "the same again: True", "x plain decoding's speed"):
+        assert line in printed
+
+
+def test_the_cells_of_the_quickstart_run_in_order(folders, capsys):
+    _, cells = quickstart(folders)
+    assert not any(cell.outputs or cell.execution_count for cell in cells)  # it is kept without outputs
+    names = {}
+    for cell in cells:
+        exec(compile(cell.source, cell.id, "exec"), names)
+    check_quickstart(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_in_a_kernel_of_its_own(folders):
+    notebook, cells = quickstart(folders)
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    check_quickstart("".join(output.get("text", "") for cell in cells for output in cell.outputs))
+
+
+# --- their size -----------------------------------------------------------------------------------------------------
+
+LONGER = {"demo.py": 120}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_examples_stay_short(name):
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < LONGER.get(name, 60)
