@@ -1,17 +1,19 @@
 """FlashMapDrafter: composes context, flow and head into a `PreTrainedModel` that proposes K tokens in one pass."""
 
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from flashmap_hf import loading
+from flashmap_hf import loading, sharing
 from flashmap_hf.conditioning import ContextEncoder, default_tap_layers
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
@@ -20,6 +22,7 @@ from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.head import DraftHead, unembedding_rows
 from flashmap_hf.velocity import NoiseEmbedding, SlotLayer
 
+HUB_KEYWORDS = ("repo_id", "commit_message", "commit_description", "create_pr", "private", "revision", "tags")
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [B, Hkv, W, head_dim]
 
 
@@ -209,25 +212,38 @@ class FlashMapDrafter(PreTrainedModel):
             raise ValueError("use_safetensors=False would open pickled weights, which can run code: leave it out.")
         forced = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
         with loading.explained(name, kwargs):
-            loaded: Any = super().from_pretrained(name, *model_args, **(kwargs | forced))
+            pinned = loading.pinned(name, kwargs)
+            loaded: Any = super().from_pretrained(name, *model_args, **(pinned | forced))
             drafter, info = loaded
             loading.check_keys(info, kwargs)
-            commit = getattr(drafter.config, "_commit_hash", None)
+            drafter.config._commit_hash = loading.commit(name, pinned)
             given = kwargs.get("generation_config")
-            drafter.generation_config = given or loading.generation_config(name, commit, kwargs)
+            drafter.generation_config = given or loading.generation_config(name, pinned)
         return (drafter, info) if output_loading_info else drafter
 
     def save_pretrained(  # type: ignore[override]  # the other arguments are passed on
         self, save_directory: str | os.PathLike[str], *, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """As `PreTrainedModel.save_pretrained`, with the drafter's `generation_config`."""
-        hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr", "private") if key in kwargs}
+        hub = {key: kwargs.pop(key) for key in HUB_KEYWORDS if key in kwargs}
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             self.generation_config.save_pretrained(save_directory)
             if push_to_hub:  # not by the call above, which would leave the generation config behind
                 repo_id = hub.pop("repo_id", Path(save_directory).name)
                 self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
+
+    def push_to_hub(  # type: ignore[override]  # the other arguments are passed on
+        self, repo_id: str, *, max_shard_size: int | str = "50GB", **kwargs: Any
+    ) -> CommitInfo:
+        """As `PreTrainedModel.push_to_hub`; a repository without a card gets one that `flashmap list` finds.
+
+        Raises:
+            OSError: the Hub refuses or cannot be reached; says what to do.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            return sharing.upload(Path(folder), self.config.target_name, repo_id, **kwargs)
 
     @classmethod
     def from_target(

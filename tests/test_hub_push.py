@@ -285,7 +285,7 @@ def answers(monkeypatch, online) -> Iterator[dict[str, Any]]:
         (403, "the Hub does not let this token write to org/tiny (403): use a token with write access"),
         (404, "the Hub has no org/tiny that this token may see (404)"),
         (400, "the Hub refused (400): "),
-        (503, "the Hub cannot answer now (503): run the command again later"),
+        (503, "the Hub cannot answer now (503): run it again later"),
     ],
 )
 def test_each_answer_is_one_sentence(folder, answers, capsys, status, message):

@@ -390,29 +390,3 @@ def test_offline_and_cached(folder, tmp_path):
 def test_local_files_only_is_named_too():
     with pytest.raises(OSError, match=r"'acme/drafter' \(revision v7\).*(HF_HUB_OFFLINE|local_files_only)"):
         FlashMapDrafter.from_pretrained("acme/drafter", revision="v7", local_files_only=True)
-
-
-# --- pushing --------------------------------------------------------------------------------------------------------
-
-
-def test_pushing_takes_the_generation_options_along(tmp_path, monkeypatch):
-    """Without a Hub: what would be uploaded, and under which name."""
-    uploaded = {}
-
-    def upload(self: FlashMapDrafter, folder: str, repo_id: str, *args: object, **kwargs: object) -> None:
-        uploaded[repo_id] = sorted(path.name for path in Path(folder).iterdir())
-
-    class Hub:
-        def create_repo(self, repo_id: str, **kwargs: object) -> "Hub":
-            self.repo_id = repo_id
-            return self
-
-    monkeypatch.setattr(FlashMapDrafter, "_upload_modified_files", upload)
-    monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
-    monkeypatch.setattr("transformers.modeling_utils.hf_api", Hub)
-    drafter = tiny_drafter(scene()[0])
-    drafter.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="acme/drafter", commit_message="first")
-    drafter.push_to_hub("acme/again")
-    for files in uploaded.values():
-        assert {"config.json", "generation_config.json", "model.safetensors"} <= set(files)
-    assert set(uploaded) == {"acme/drafter", "acme/again"}

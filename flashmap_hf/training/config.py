@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from flashmap_hf.options import option
 
+# of the drafter
+SHAPE = ("layers", "hidden_size", "block_size", "window", "draft_vocab", "coupling", "head_rank", "transition_rank")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -15,14 +18,15 @@ class TrainConfig:
         ValueError: a value is out of range, or two options exclude each other; names them.
     """
 
-    out: Path = option(help="folder of the run: checkpoints, log and drafter; a run in it is resumed")
+    out: Path = option(Path(), "folder of the run: checkpoints, log and drafter; a run in it is resumed")
     target: str = option("smollm2-135m-instruct", "an embedded target, a folder or a Hub id")
     # data: one of the two
     features: list[Path] = option(factory=list, help="folders of `flashmap features`")
     answers: Path | None = option(None, "with --online: answers to make features of while training")
     online: bool = option(False, "no feature files: one target forward per answer and epoch, where disk is short")
     held_out: int = option(64, "greedy answers to measure on, and half as many sampled ones; no block comes from them")
-    # the drafter: its shape, or one to start from
+    # the drafter: its shape, a file that describes it, or one to start from
+    config: Path | None = option(None, "a drafter's config.json, or its folder: train one of this shape")
     drafter: str | None = option(None, "start from this drafter's weights (folder or Hub id), and keep its shape")
     lora: int | None = option(None, "adapt --drafter by low-rank adapters of this rank, with peft")
     merge: bool = option(False, "with --lora: also write the drafter with the adapter merged in")
@@ -64,15 +68,21 @@ class TrainConfig:
     log_steps: int = option(20, "steps between two lines of log.jsonl")
     report_to: Literal["auto", "none", "trackio", "tensorboard"] = option("auto", "auto: the first that is installed")
     seed: int = option(0, "of weights, order and noise")
+    # what a run would take; nothing is loaded or trained
+    dry_run: bool = option(False, "print parameters, memory, FLOP and hours; with --out also write dry_run.json there")
+    tokens: int = option(100_000_000, "with --dry-run: tokens of the answers; each is the anchor of a block")
+    gpu: str | None = option(None, "with --dry-run: a GPU that it knows, such as 'RTX 4090'")
+    gpu_tflops: float | None = option(None, "with --dry-run: dense bfloat16 peak of another one, in 10^12 FLOP/s")
+    gpu_gib: float | None = option(None, "with --dry-run: its memory")
+    utilisation: float = option(0.3, "with --dry-run: share of the peak that is assumed to be reached")
 
     def __post_init__(self) -> None:
-        if self.online != (self.answers is not None) or self.online == bool(self.features):
-            raise ValueError("Train on --features FOLDER, or on --answers FILE with --online.")
+        self._check_purpose()
         if (self.lora is not None and self.drafter is None) or (self.merge and self.lora is None):
             raise ValueError("--lora adapts a drafter: name it with --drafter. --merge goes with --lora.")
         for name in ("max_minutes", "max_steps", "runs", "run_length", "muon_lr", "adam_lr", "ns_steps", "clip",
                      "checkpoint_minutes", "log_steps", "lora", "layers", "hidden_size", "block_size", "window",
-                     "head_rank", "transition_rank"):  # fmt: skip
+                     "head_rank", "transition_rank", "tokens", "gpu_tflops", "gpu_gib", "utilisation"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value}: must be a finite number greater than 0.")
@@ -80,7 +90,7 @@ class TrainConfig:
         for name, highest in most.items():
             if getattr(self, name) > highest:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at most {highest}.")
-        for name in ("warmup", "decay", "start_share", "hide_share", "ema", "position_decay"):
+        for name in ("warmup", "decay", "start_share", "hide_share", "ema", "position_decay", "utilisation"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}={getattr(self, name)}: must lie between 0 and 1.")
         for name in ("cross_entropy", "velocity", "kl", "weight_decay", "held_out", "patience", "draft_vocab", "seed"):
@@ -88,6 +98,26 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be a finite number, 0 or greater.")
         if self.cross_entropy == self.velocity == self.kl == 0.0:
             raise ValueError("cross_entropy, velocity and kl are all 0: there is no loss to train with.")
+
+    def _check_purpose(self) -> None:
+        """A run needs a folder and answers, a dry run a GPU; the drafter's shape comes from one place."""
+        described = self.gpu_tflops is not None and self.gpu_gib is not None
+        if self.dry_run:
+            if self.lora is not None:
+                raise ValueError("--dry-run reckons with whole drafters: leave out --lora.")
+            if (self.gpu is not None) == described or (self.gpu_tflops is None) != (self.gpu_gib is None):
+                raise ValueError("--dry-run: name a GPU with --gpu, or describe one with --gpu-tflops and --gpu-gib.")
+        elif self.gpu is not None or self.gpu_tflops is not None or self.gpu_gib is not None:
+            raise ValueError("--gpu, --gpu-tflops and --gpu-gib go with --dry-run.")
+        elif self.out == Path():
+            raise ValueError("--out FOLDER: name the folder of the run; one in it is resumed.")
+        elif self.online != (self.answers is not None) or self.online == bool(self.features):
+            raise ValueError("Train on --features FOLDER, or on --answers FILE with --online.")
+        if self.config is not None:
+            defaults = {field.name: field.default for field in fields(self)}
+            given = [name for name in (*SHAPE, "drafter") if getattr(self, name) != defaults[name]]
+            if given:
+                raise ValueError(f"--config describes the drafter: leave out --{given[0].replace('_', '-')}.")
 
     @property
     def minutes(self) -> float | None:

@@ -21,6 +21,7 @@ from flashmap_hf.training.answer_folder import answer_files, check_out, read_ans
 from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
+from flashmap_hf.training.dry_run_report import described, reckon
 from flashmap_hf.training.features import Options as FeatureOptions
 from flashmap_hf.training.features import check_answerer
 from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
@@ -29,10 +30,19 @@ from flashmap_hf.training.trainer import FlashMapTrainer
 
 Options = TrainConfig
 DRAFTER = "drafter"  # the folder in a run's folder
+# what a configuration says of the drafter itself, not of its target
+OWN_FIELDS = (
+    "window", "block_size", "coupling", "num_steps", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "initializer_range", "head",
+    "head_rank", "draft_vocab_size", "transition_rank",
+)  # fmt: skip
 
 
 def main(config: TrainConfig) -> None:
     """Load, train, and write `<out>/drafter` (and `<out>/adapter`) with `training.json` beside the weights."""
+    if config.dry_run:
+        reckon(config)
+        return
     train(config)
 
 
@@ -43,15 +53,17 @@ def train(config: TrainConfig) -> Path:
     if config.answers is not None:
         answer_files(config.answers)
     device = default_device()
-    dtype = choose_dtype("auto", device) if config.online else torch.float32
-    target, tokenizer = targets.load(config.target, dtype=dtype, device=device)
+    dtype = choose_dtype("auto", device) if config.online else torch.float32 if config.kl else None
+    # with stored features two matrices are all that is read of it
+    target, tokenizer = targets.load(config.target, dtype=dtype, device=device if config.online else "cpu")
     target.eval()
     if config.answers is not None:
         check_answerer(config.answers, target, tokenizer)
     source = build_source(target, config)
-    if config.window > source.context and config.drafter is None:  # those positions exist when generating
+    window = config.window if config.config is None else described(config.config).window
+    if window > source.context and config.drafter is None:  # those positions exist when generating
         raise ValueError(
-            f"--window {config.window}: the features keep {source.context} positions of a prompt; lower it, or make "
+            f"--window {window}: the features keep {source.context} positions of a prompt; lower it, or make "
             "features with a larger --context."
         )
     if config.kl:
@@ -60,6 +72,7 @@ def train(config: TrainConfig) -> Path:
     drafter = build_drafter(target, tokenizer, training, config)
     adapted = add_adapter(drafter, config.lora) if config.lora is not None else None
     trainer = build_trainer(target, drafter, training, held_out, config)
+    del target
     main_process = trainer.accelerator.is_main_process
     if main_process:
         print(
@@ -136,23 +149,44 @@ def build_drafter(
                 f"positions, the features hold {training.tap_layers} at {training.context}: make features for it."
             )
         return drafter.train()
+    overrides = shape_overrides(target, tokenizer, training, config)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        drafter = FlashMapDrafter.from_target(target, tokenizer, tap_layers=training.tap_layers, **overrides)
+    if drafter.config.draft_vocab_size:
+        eos: Any = target.generation_config.eos_token_id
+        always = eos if isinstance(eos, list) else [eos] if eos is not None else []
+        proposable = drafter.config.num_proposable
+        drafter.head.draft_vocab_ids.copy_(draft_vocabulary(training, drafter.head.size, always, proposable))
+    return drafter.train()
+
+
+def shape_overrides(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, training: FeatureSource, config: TrainConfig
+) -> dict[str, Any]:
+    """Fields of the drafter's configuration, from the options or from the file that --config names."""
+    if config.config is not None:
+        asked = described(config.config)
+        check_target(asked, target, tokenizer)
+        if asked.tap_layers != training.tap_layers:
+            raise ValueError(
+                f"{config.config} sees layers {asked.tap_layers}, the features hold {training.tap_layers}: make "
+                f"features with --taps {' '.join(map(str, asked.tap_layers or []))}."
+            )
+        return {name: getattr(asked, name) for name in OWN_FIELDS}
     overrides: dict[str, Any] = {"hidden_size": config.hidden_size} if config.hidden_size else {}
     proposable = config_for_target(target, tokenizer).num_proposable
     draft_vocab = config.draft_vocab if 0 < config.draft_vocab < proposable else None
     if config.head_rank:
         overrides |= {"head": "low_rank", "head_rank": config.head_rank}
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        drafter = FlashMapDrafter.from_target(
-            target, tokenizer, tap_layers=training.tap_layers, window=config.window, block_size=config.block_size,
-            num_hidden_layers=config.layers, coupling=config.coupling, draft_vocab_size=draft_vocab,
-            transition_rank=config.transition_rank, **overrides,
-        )  # fmt: skip
-    if drafter.config.draft_vocab_size:
-        eos: Any = target.generation_config.eos_token_id
-        always = eos if isinstance(eos, list) else [eos] if eos is not None else []
-        drafter.head.draft_vocab_ids.copy_(draft_vocabulary(training, drafter.head.size, always, proposable))
-    return drafter.train()
+    return overrides | {
+        "window": config.window,
+        "block_size": config.block_size,
+        "num_hidden_layers": config.layers,
+        "coupling": config.coupling,
+        "draft_vocab_size": draft_vocab,
+        "transition_rank": config.transition_rank,
+    }
 
 
 def build_trainer(

@@ -12,7 +12,7 @@ OUT = Path("run")
 
 
 def config(**overrides: Any) -> TrainConfig:
-    return TrainConfig(OUT, **{"features": [Path("features")], **overrides})
+    return TrainConfig(**{"out": OUT, "features": [Path("features")], **overrides})
 
 
 def test_learning_rate_is_a_trapezoid() -> None:
@@ -55,6 +55,10 @@ def test_values_out_of_range_are_named(name: str, value: float) -> None:
         ({"lora": 8}, "--drafter"),
         ({"merge": True}, "--lora"),
         ({"cross_entropy": 0.0, "velocity": 0.0}, "no loss"),
+        ({"out": Path()}, "--out FOLDER: name the folder of the run"),
+        ({"gpu": "L4"}, "--gpu, --gpu-tflops and --gpu-gib go with --dry-run"),
+        ({"config": Path("c"), "window": 4}, "--config describes the drafter: leave out --window"),
+        ({"config": Path("c"), "drafter": "x/y"}, "--config describes the drafter: leave out --drafter"),
     ],
 )
 def test_options_that_exclude_each_other(overrides: dict[str, Any], message: str) -> None:

@@ -62,6 +62,31 @@ def test_features_then_train(place: Path, tmp_path: Path, capsys: pytest.Capture
     assert str(place) not in json.dumps(record)
 
 
+def test_a_configuration_from_a_file_is_trained(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(place, tmp_path / "run", "--max-steps", 1) == 0
+    made = FlashMapDrafter.from_pretrained(tmp_path / "run" / "drafter").config
+    made.num_hidden_layers, made.head_dim, made.tokenizer_hash = 2, 8, None
+    made.save_pretrained(tmp_path / "recipe")
+    own = ["--runs", 2, "--run-length", 4, "--report-to", "none", "--held-out", 2, "--max-steps", 1]
+    args = ["--features", place / "features", *own, "--config", tmp_path / "recipe" / "config.json"]
+    assert command(place, "train", *args, "--out", tmp_path / "described") == 0
+    trained = FlashMapDrafter.from_pretrained(tmp_path / "described" / "drafter").config
+    assert (trained.num_hidden_layers, trained.head_dim, trained.block_size) == (2, 8, made.block_size)
+    assert trained.tokenizer_hash is not None  # of the target at hand
+    for name, value, message in (
+        ("tap_layers", [1, 4], "make features with --taps 1 4"),
+        ("target_hidden_size", 48, "hidden size 48"),
+        ("window", 99, "--window 99: the features keep"),
+    ):
+        fields = json.loads((tmp_path / "recipe" / "config.json").read_text()) | {name: value}
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(json.dumps(fields))
+        assert command(place, "train", *args[:-1], tmp_path / "other", "--out", tmp_path / "none") == 2
+        assert message in capsys.readouterr().err
+
+
 def test_online_training_needs_no_files_and_learns_the_same(place: Path, tmp_path: Path) -> None:
     """The losses are those of stored features: one way of making features, whether before or while training."""
     assert train(place, tmp_path / "stored", "--max-steps", 3, "--log-steps", 1) == 0
