@@ -1,9 +1,10 @@
 """One function per JSON file: what the card shows of it, as tables and sentences. Every number is one of the file's."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-Record = dict[str, Any]
+from flashmap_hf.evaluation import bench_table, bench_verdict
+from flashmap_hf.markdown import Record, cell, how, number, percent, spread, table, where
+
 # training.json: key -> label and how it is shown; a key that a run did not record is left out
 TRAINING = {
     "answers": ("answers of the target", "{:,}"),
@@ -17,42 +18,6 @@ TRAINING = {
     "held_out_answers": ("held-out answers", "{:,}"),
     "held_out_tokens_per_step": ("held-out tokens per target step, greedy, simulated", "{:.2f}"),
 }
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [list(map(cell, head)), ["---"] * len(head), *(list(map(cell, row)) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cell(text: str) -> str:
-    """Names come from files of the user: nothing in them may end the cell or begin a tag."""
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
-
-
-def number(value: float | None, places: int = 2) -> str:
-    return "-" if value is None else f"{value:.{places}f}"
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value * 100:.0f} %"
-
-
-def spread(value: Record) -> str:
-    return f"{value['median']:.2f} ({value['lowest']:.2f} to {value['highest']:.2f})"
-
-
-def how(temperature: float) -> str:
-    return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
-
-
-def where(record: Record) -> str:
-    """The machine."""
-    machine = record["provenance"]["machine"]
-    accelerator = machine["accelerator"] or f"no accelerator, {machine['cpu_capability']}"
-    torch = record["provenance"]["versions"]["torch"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
-    return cell(f"on {machine['processor']}, {threads}, {accelerator}, torch {torch}")
 
 
 def verdict(speedup: float, what: str, slower: Sequence[str] = ()) -> str:
@@ -200,6 +165,22 @@ def training(record: Record) -> Record:
         [label, shown.format(record[key])] for key, (label, shown) in TRAINING.items() if record.get(key) is not None
     ]
     return {"where": where(record), "table": table(["", ""], rows)}
+
+
+def benchmark(record: Record) -> Record:
+    """Of `flashmap bench`: the sentences, and the short table of all methods."""
+    lines, rows = bench_verdict.verdicts(record), bench_table.summary(record)
+    return {"where": where(record), "lines": lines, "table": table(*rows)}
+
+
+def metrics(records: dict[str, Record]) -> list[str]:
+    """Names of what was measured through `generate`, for the front matter."""
+    timed = {"benchmark.json", "demo.json"} & records.keys()
+    evaluated = records.get("evaluate.json")
+    if evaluated is None and not timed:
+        return []
+    speed = timed or (evaluated and "speedup" in evaluated["temperatures"][0]["overall"])
+    return ["tokens_per_step", "acceptance_by_position", *(["speedup"] if speed else [])]
 
 
 def sources(records: dict[str, Record]) -> str:

@@ -7,23 +7,22 @@ model are kept from the card that is there.
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import ModelCard
 from huggingface_hub.repocard import yaml  # the parser that it reads front matter with
-from huggingface_hub.utils import validate_repo_id
 
-from flashmap_hf import FlashMapConfig, card_sections, targets
+from flashmap_hf import FlashMapConfig, card_sections, recipe_card, targets
 from flashmap_hf.loading import explained
 from flashmap_hf.options import option
+from flashmap_hf.sharing import CARD, is_hub_id, metadata
 
-CARD = "README.md"
 # What a card is made of; each is left out where it is missing.
-RECORDS = ("training.json", "evaluate.json", "demo.json", "step_cost.json")
+RECORDS = ("training.json", "evaluate.json", "benchmark.json", "demo.json", "step_cost.json")
 NOTES = re.compile(r"<!-- notes -->.*?<!-- end notes -->", re.DOTALL)
 NO_NOTES = "<!-- notes -->\n<!-- end notes -->"
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")  # as the Hub spells them: apache-2.0, mit, llama3.1, other
@@ -40,6 +39,9 @@ class Options:
     folder: Path = option(help="the drafter's folder: config.json and the JSON files")
     license: str | None = option(None, "Hub name of the licence, as apache-2.0 (default: that of the present card)")
     base_model: str | None = option(None, "Hub id of the target (default: of the present card, else of config.json)")
+    datasets: list[str] = option(
+        factory=list, help="Hub ids of the data sets that its prompts came from (default: of the present card)"
+    )
     check: bool = option(False, "write nothing; fail where the card is not what would be written")
 
     def __post_init__(self) -> None:
@@ -47,16 +49,19 @@ class Options:
             raise ValueError(f"license={self.license!r}: use the Hub's name of it, in lower case, such as apache-2.0.")
         if self.base_model is not None and not is_hub_id(self.base_model):
             raise ValueError(f"base_model={self.base_model!r} is no Hub id of the form owner/name.")
+        for name in self.datasets:
+            if not is_hub_id(name):
+                raise ValueError(f"datasets: {name!r} is no Hub id of the form owner/name.")
 
 
 def main(options: Options) -> None:
     """Write the card, or compare."""
     path = options.folder / CARD
     if options.check:
-        check(options.folder, options.license, options.base_model)
+        check(options.folder, options.license, options.base_model, options.datasets)
         print(f"{path} is up to date")
         return
-    text = render(options.folder, options.license, options.base_model)
+    text = render(options.folder, options.license, options.base_model, options.datasets)
     aside = path.with_name(f"{CARD}.tmp")
     aside.write_text(text, encoding="utf-8", newline="\n")
     aside.replace(path)
@@ -64,16 +69,20 @@ def main(options: Options) -> None:
     print(f"{path}: {', '.join(['config.json', *used])}")
 
 
-def check(folder: Path, license: str | None = None, base_model: str | None = None) -> None:
+def check(
+    folder: Path, license: str | None = None, base_model: str | None = None, datasets: Sequence[str] = ()
+) -> None:
     """Raise ValueError unless the card is what would be written; and whatever `render` raises."""
-    text = render(folder, license, base_model)
+    text = render(folder, license, base_model, datasets)
     path = folder / CARD
     if not path.is_file() or path.read_bytes() != text.encode():
         problem = "is not what its JSON files give" if path.is_file() else "is missing"
         raise ValueError(f"{path} {problem}: write it with `flashmap card --folder {folder}`.")
 
 
-def render(folder: Path, license: str | None = None, base_model: str | None = None) -> str:
+def render(
+    folder: Path, license: str | None = None, base_model: str | None = None, datasets: Sequence[str] = ()
+) -> str:
     """The text of the card; the same files give the same bytes.
 
     Raises:
@@ -90,8 +99,13 @@ def render(folder: Path, license: str | None = None, base_model: str | None = No
     base_model = base_model or present.data.get("base_model") or config.target_name
     if not (isinstance(base_model, str) and is_hub_id(base_model)):
         raise ValueError(f"{folder / 'config.json'}: target {base_model!r} is no Hub id: name it with --base-model.")
+    notes = NOTES.search(present.text)
+    if recipe_card.is_recipe(folder):
+        record = read_record(folder / recipe_card.RECORD)
+        return recipe_card.render(folder, config, record, license, base_model, notes[0] if notes else NO_NOTES)
+    datasets = datasets or present.data.get("datasets") or ()
     records = {name: read_record(folder / name) for name in RECORDS if (folder / name).is_file()}
-    check_weights(folder, records.get("evaluate.json"))
+    check_weights(folder, records)
     sections: dict[str, Any] = {}
     for name, record in records.items():
         kind = Path(name).stem
@@ -101,17 +115,8 @@ def render(folder: Path, license: str | None = None, base_model: str | None = No
             raise ValueError(f"{folder / name} lacks {error}, which the card shows: measure again.") from error
     if "evaluate" in sections:
         sections["evaluate"]["picture"] = (folder / "evaluate.png").is_file()
-    notes = NOTES.search(present.text)
-    data = ModelCardData(
-        base_model=base_model,
-        library_name="flashmap_hf",  # not transformers: its snippets on the Hub would not run
-        license=license,
-        pipeline_tag="text-generation",
-        tags=["flashmap", "speculative-decoding", "drafter"],
-        base_model_relation="adapter",  # else the Hub takes it for a fine-tune of the target
-    )
     card = ModelCard.from_template(
-        data,
+        metadata(base_model, license, datasets, card_sections.metrics(records)),
         template_str=(files("flashmap_hf") / "card_template.md").read_text(encoding="utf-8"),
         title=base_model.split("/")[-1],
         folder=folder.resolve().name,
@@ -145,25 +150,17 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def check_weights(folder: Path, evaluation: dict[str, Any] | None) -> None:
+def check_weights(folder: Path, records: dict[str, dict[str, Any]]) -> None:
     """Refuse measurements of other weights than those in the folder; a folder without weights may be any."""
     weights = sorted(folder.glob("*.safetensors"))
-    measured = (evaluation or {}).get("drafter_weights", "")
-    if not weights or not measured.startswith("sha256 "):
+    named = {name: record["drafter_weights"] for name, record in records.items() if "drafter_weights" in record}
+    measured = {name: weight for name, weight in named.items() if weight.startswith("sha256 ")}
+    if not weights or not measured:
         return
     digest = hashlib.sha256()
     for file in weights:
         digest.update(file.read_bytes())
-    if measured != f"sha256 {digest.hexdigest()}":
-        raise ValueError(
-            f"{folder / 'evaluate.json'} measured other weights than those in {folder}: run `flashmap evaluate` again."
-        )
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form owner/name."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1 and not Path(name).is_absolute()
+    for name, weight in measured.items():
+        if weight != f"sha256 {digest.hexdigest()}":
+            command = "flashmap bench" if name == "benchmark.json" else "flashmap evaluate"
+            raise ValueError(f"{folder / name} measured other weights than those in {folder}: run `{command}` again.")

@@ -1,17 +1,16 @@
 """Upload a drafter's folder to the Hub: first all checks that need no network, then the listed files and no others."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, is_offline_mode
-from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub import HfApi, get_token
 
 from flashmap_hf import FlashMapConfig, FlashMapDrafter, __version__, hub_card
+from flashmap_hf.hub_errors import check_online, reported
 from flashmap_hf.loading import PICKLES
 from flashmap_hf.options import option
+from flashmap_hf.sharing import is_hub_id
 
 # What a Hub repository of a drafter holds. Nothing else is uploaded.
 FILES = (
@@ -25,6 +24,8 @@ FILES = (
     *hub_card.RECORDS,
     "evaluate.png",
     "evaluate.svg",
+    "benchmark_*.png",
+    "benchmark_*.svg",
 )
 REQUIRED = {  # file -> how to come by it
     "config.json": "pass a folder that `flashmap train` or `save_pretrained` wrote",
@@ -52,7 +53,7 @@ class Options:
     message: str = option(f"FlashMap drafter, flashmap-hf {__version__}", "of the commit")
 
     def __post_init__(self) -> None:
-        if not hub_card.is_hub_id(self.repo_id):
+        if not is_hub_id(self.repo_id):
             raise ValueError(f"repo_id={self.repo_id!r} is no Hub id of the form owner/name.")
         if self.create_pr and self.branch is not None:
             raise ValueError("--create-pr opens a pull request against main: leave out --branch.")
@@ -63,8 +64,7 @@ class Options:
 def main(options: Options) -> None:
     """Check, then upload."""
     names = check_folder(options.folder)
-    if is_offline_mode():
-        raise OSError("HF_HUB_OFFLINE=1 forbids to reach the Hub: unset it to upload")
+    check_online("to upload")
     if get_token() is None:
         raise OSError("there is no Hub token here: run `hf auth login`, or set HF_TOKEN to one that may write")
     api = HfApi()
@@ -121,35 +121,3 @@ def check_folder(folder: Path) -> list[str]:
     if others:
         print(f"left out: {', '.join(others)}")
     return names
-
-
-@contextmanager
-def reported(repo_id: str) -> Iterator[None]:
-    """What the Hub answers, or that it does not, as one sentence with the way out.
-
-    Raises:
-        OSError: always in place of the client's errors.
-    """
-    try:
-        yield
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        said = " ".join((error.server_message or str(error)).split())
-        if status == 401:
-            reason = "does not know the token (401): run `hf auth login` again, or set HF_TOKEN to a valid one"
-        elif status == 403:
-            reason = (
-                f"does not let this token write to {repo_id} (403): use a token with write access, another --repo-id, "
-                "or --create-pr"
-            )
-        elif status == 404:
-            reason = f"has no {repo_id} that this token may see (404): check --repo-id and the token's rights"
-        elif status >= 500 or status == 429:
-            reason = f"cannot answer now ({status}): run the command again later; what is uploaded is not sent twice"
-        else:
-            reason = f"refused ({status}): {said}"
-        raise OSError(f"the Hub {reason}") from error
-    except (HTTPError, ConnectionError) as error:  # HTTPError: of the client's transport, no answer came
-        raise OSError(
-            f"the Hub cannot be reached ({' '.join(str(error).split())}): check the connection and run it again"
-        ) from error

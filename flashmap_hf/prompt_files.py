@@ -1,4 +1,4 @@
-"""JSONL files of prompts: rows with `prompt`, or with `turns` as in Spec-Bench, of which the first is used."""
+"""JSONL files of prompts: rows with `prompt` as in HumanEval, or with `turns` as in Spec-Bench."""
 
 import json
 from dataclasses import dataclass
@@ -8,18 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One user turn. id is unique in its file; category groups the measurements, "" where the file has none."""
+    """A user's turn. id is unique in its file; category groups the measurements, "" where the file has none.
+
+    later_turns: what the same user says next, once each answer has been given.
+    """
 
     id: str
     prompt: str
     category: str = ""
+    later_turns: tuple[str, ...] = ()
 
 
 def read_prompts(path: str | Path) -> list[PromptRow]:
     """The prompts of a JSONL file, in order.
 
-    A row needs `prompt` (or `turns`, of which the first counts). `id`, or the `question_id` of Spec-Bench or the
-    `task_id` of HumanEval, names it, else its line number; `category` is optional.
+    A row needs `prompt`, or `turns`, a list. `id`, or the `question_id` of Spec-Bench or the `task_id` of HumanEval,
+    names it, else its line number; `category` is optional, and `coding` for a row of HumanEval.
 
     Raises:
         OSError: the file cannot be read.
@@ -51,11 +55,11 @@ def read_row(line: str, number: int, place: str) -> PromptRow:
         raise ValueError(f"{place}: not JSON ({error}).") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: not a JSON object, but {type(row).__name__}.")
-    turns = row.get("turns")
-    prompt = row.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
-    if not isinstance(prompt, str) or not prompt.strip():
+    turns = [row["prompt"]] if "prompt" in row else row.get("turns")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{place}: needs a text under `prompt`, or a list of texts under `turns`.")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
+    if any("\ud800" <= character <= "\udfff" for turn in turns for character in turn):
         raise ValueError(f"{place}: the prompt holds half of a surrogate pair, which is not text.")
     name = next((row[key] for key in ("id", "question_id", "task_id") if key in row), number)
-    return PromptRow(str(name), prompt, str(row.get("category") or ""))
+    category = row.get("category") or ("coding" if "entry_point" in row else "")
+    return PromptRow(str(name), turns[0], str(category), tuple(turns[1:]))

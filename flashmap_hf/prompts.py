@@ -1,22 +1,28 @@
 """A prompt as the user types it -> the token ids that the target continues."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def encode(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:
+def encode(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[str]
+) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, `[1, T]` each, on the target's device.
 
-    The prompt is one user turn of the tokenizer's chat template, and plain text where it has none.
+    The prompt is one user turn of the tokenizer's chat template, and plain text where it has none; several texts are
+    a conversation: user and assistant in turn, the user first and last.
 
     Raises:
-        ValueError: the prompt is empty.
+        ValueError: the prompt, or the user's last turn, is empty.
     """
-    check_prompt(prompt)
+    texts = [prompt] if isinstance(prompt, str) else list(prompt)
+    check_prompt(texts[-1])
     if tokenizer.chat_template is None:
-        encoded = tokenizer(prompt, return_tensors="pt", verbose=False)
+        encoded = tokenizer("\n\n".join(texts), return_tensors="pt", verbose=False)
     else:
-        turns = [{"role": "user", "content": prompt}]
+        turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         encoded = tokenizer.apply_chat_template(
             turns,
             add_generation_prompt=True,

@@ -19,13 +19,13 @@ def test_rows_of_all_kinds(tmp_path: Path) -> None:
         {"id": "x", "prompt": "Hello\u2028there", "category": "chat"},
         "",
         {"question_id": 81, "category": "writing", "turns": ["First.", "Second."]},
-        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "..."},
+        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "canonical_solution": "..."},
         {"prompt": "no name"},
     )
     assert read_prompts(path) == [
         PromptRow("x", "Hello\u2028there", "chat"),
-        PromptRow("81", "First.", "writing"),
-        PromptRow("HumanEval/0", "def f():", ""),
+        PromptRow("81", "First.", "writing", ("Second.",)),
+        PromptRow("HumanEval/0", "def f():", "coding"),
         PromptRow("5", "no name", ""),
     ]
 
@@ -38,6 +38,7 @@ def test_rows_of_all_kinds(tmp_path: Path) -> None:
         ({"text": "hi"}, "line 2: needs a text under `prompt`"),
         ({"prompt": "  "}, "line 2: needs a text"),
         ({"turns": []}, "line 2: needs a text"),
+        ({"turns": ["good", None]}, "line 2: needs a text"),
         ({"prompt": 3}, "line 2: needs a text"),
         ('{"prompt": "\\ud800"}', "line 2: the prompt holds half of a surrogate"),
         ({"id": "a", "prompt": "again"}, "line 2: id 'a' is already on line 1"),

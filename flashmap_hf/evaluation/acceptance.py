@@ -82,7 +82,10 @@ class Options:
 
     def drafted(self, settings: Settings) -> FlashMapGenerationConfig:
         """The configuration of a call with the drafter."""
-        return settings.generation_config(num_steps=self.num_steps, num_assistant_tokens=self.num_assistant_tokens)
+        # every block whole: what is measured is the drafter, not when it pays
+        return settings.generation_config(
+            num_steps=self.num_steps, num_assistant_tokens=self.num_assistant_tokens, adaptive=False
+        )
 
     def public(self) -> dict[str, Any]:
         """JSON-ready, without what is a name of this machine."""
@@ -145,7 +148,7 @@ def say(message: str) -> None:
     print(f"flashmap: {message}", file=sys.stderr)
 
 
-def weights_identity(source: str, drafter: FlashMapDrafter) -> str:
+def weights_identity(source: str, drafter: PreTrainedModel) -> str:
     """Which weights were measured: the sha256 of a folder's file, the commit of a Hub repository."""
     if not Path(source).is_dir():
         return f"commit {getattr(drafter.config, '_commit_hash', None)}"
@@ -207,7 +210,7 @@ def measure_all(
     head: dict[str, Any],
 ) -> list[PromptResult]:
     """The results of every prompt at every temperature: those in the partial file, then those still missing."""
-    results = resume(path, head)
+    results = resume(path, head, PromptResult)
     done = {(result.id, result.temperature) for result in results}
     todo = [
         (index, row, temperature)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flashmap_hf.evaluation.acceptance_summary import how
+from flashmap_hf.markdown import how
 
 FILES = ("evaluate.png", "evaluate.svg")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # Okabe and Ito: told apart by all eyes

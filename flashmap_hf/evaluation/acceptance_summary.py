@@ -4,13 +4,30 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from flashmap_hf.compare import Spread, median_or_none
+from flashmap_hf.markdown import how
+
+
+class Counted(Protocol):
+    """Blocks that had each position of a block, that were judged there, that kept it; and what they belong to."""
+
+    @property
+    def category(self) -> str: ...
+    @property
+    def drafted(self) -> list[int]: ...
+    @property
+    def judged(self) -> list[int]: ...
+    @property
+    def accepted(self) -> list[int]: ...
+
+
+Categorised = TypeVar("Categorised", bound=Counted)
 
 
 @dataclass(frozen=True)
@@ -63,12 +80,17 @@ def summarise(results: Sequence[PromptResult], temperatures: Sequence[float]) ->
 
 def by_category(results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
     """The summary of each category; under "" that of all results."""
-    members: dict[str, list[PromptResult]] = {"": list(results)}
+    return {name: summary(rows) for name, rows in grouped(results).items()}
+
+
+def grouped(results: Sequence[Categorised]) -> dict[str, list[Categorised]]:
+    """The results of each category, `a/b` also as a part of `a`; under "" all of them."""
+    members: dict[str, list[Categorised]] = {"": list(results)}
     for result in results:
         parts = result.category.split("/") if result.category else []
         for depth in range(1, len(parts) + 1):
             members.setdefault("/".join(parts[:depth]), []).append(result)
-    return {name: summary(rows) for name, rows in members.items()}
+    return members
 
 
 def summary(results: Sequence[PromptResult]) -> dict[str, Any]:
@@ -100,7 +122,7 @@ def summary(results: Sequence[PromptResult]) -> dict[str, Any]:
     return record
 
 
-def positions(results: Sequence[PromptResult]) -> list[dict[str, Any]]:
+def positions(results: Sequence[Counted]) -> list[dict[str, Any]]:
     """joint: of the blocks that had the position, those that kept all up to it. conditional: of those judged there."""
     drafted, judged, accepted = (added(getattr(r, name) for r in results) for name in ("drafted", "judged", "accepted"))
     return [
@@ -115,10 +137,6 @@ def added(counts: Iterable[Sequence[int]]) -> list[int]:
 
 
 # --- on a terminal --------------------------------------------------------------------------------------------------
-
-
-def how(temperature: float) -> str:
-    return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
 
 
 def print_summary(record: dict[str, Any], console: Console) -> None:

@@ -5,18 +5,19 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from flashmap_hf.evaluation.acceptance_summary import PromptResult
+Result = TypeVar("Result")  # a dataclass of what JSON holds
 
 
-def resume(path: Path, head: dict[str, Any]) -> list[PromptResult]:
-    """The results that an earlier run with the same `head` left in `path`; else a new file.
+def resume(path: Path, head: dict[str, Any], kind: type[Result]) -> list[Result]:
+    """The results, of class `kind`, that an earlier run with the same `head` left in `path`; else a new file.
 
     Raises:
         ValueError: a whole line of the file is not a result; names it.
     """
-    head = json.loads(json.dumps(head | {"fields": [field.name for field in fields(PromptResult)]}))
+    names: Any = kind  # `fields` takes a dataclass, which a type variable cannot say
+    head = json.loads(json.dumps(head | {"fields": [field.name for field in fields(names)]}))
     if path.exists():
         whole, _, _ = path.read_bytes().rpartition(b"\n")  # a line without its end was being written
         rows: list[Any] = []
@@ -29,7 +30,7 @@ def resume(path: Path, head: dict[str, Any]) -> list[PromptResult]:
                 ) from error
         if rows and rows[0] == head:
             os.truncate(path, len(whole) + 1)
-            return [PromptResult(**row) for row in rows[1:]]
+            return [kind(**row) for row in rows[1:]]
         if rows:
             differ = [name for name, value in head.items() if rows[0].get(name) != value]
             print(f"flashmap: {path} is of a run with other {', '.join(differ)}: starting over", file=sys.stderr)

@@ -353,19 +353,19 @@ def test_other_weights_are_another_head(models, tmp_path):
 
 def test_a_damaged_partial_file_is_named_and_kept(tmp_path):
     path = tmp_path / "evaluate.partial.jsonl"
-    assert resume(path, {"a": 1}) == []
+    assert resume(path, {"a": 1}, PromptResult) == []
     with path.open("a") as lines:
         lines.write("{oops\n{}\n")
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"evaluate\.partial\.jsonl, line 2: not a result"):
-        resume(path, {"a": 1})
+        resume(path, {"a": 1}, PromptResult)
     assert path.read_bytes() == before
 
 
 def test_a_head_that_was_cut_off_is_written_again(tmp_path, capsys):
     path = tmp_path / "evaluate.partial.jsonl"
     path.write_text('{"targ')
-    assert resume(path, {"a": 1}) == []
+    assert resume(path, {"a": 1}, PromptResult) == []
     assert json.loads(path.read_text())["a"] == 1
     assert capsys.readouterr().err == ""
 

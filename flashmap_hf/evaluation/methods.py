@@ -1,0 +1,186 @@
+"""The table of methods: each is a way to call `generate` on the same target, and what it asks for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+from transformers.models.auto import AutoModelForCausalLM, AutoTokenizer
+
+from flashmap_hf import FlashMapDrafter, FlashMapGenerationConfig, check_target, drafters
+from flashmap_hf.evaluation import baselines, memory
+from flashmap_hf.evaluation.acceptance import weights_identity
+from flashmap_hf.evaluation.memory import Footprint
+from flashmap_hf.fingerprints import vocabulary_hash
+
+Inputs = Mapping[str, torch.Tensor]  # [1, T] each
+Generate = Callable[[Inputs, FlashMapGenerationConfig, BaseStreamer], torch.Tensor]  # -> [1, T + n]
+
+PLAIN, FLASHMAP = "plain", "flashmap"
+TREE_SIZE = 16  # nodes per verification
+SHAPE = ("block_size", "num_hidden_layers", "head", "head_rank", "transition_rank", "draft_vocab_size", "window")
+BASELINES = {  # what `baselines.load` gives -> label
+    "dflash": "DFlash (factorised block)",
+    "eagle": "EAGLE-style (autoregressive)",
+    "medusa": "Medusa-style (parallel heads)",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One column of the benchmark.
+
+    options: fields of the call's generation config. tree: a verification may hold several paths. once: measured in
+    one round at the first temperature only, as a point of a curve. details: of the drafter, JSON-ready.
+    """
+
+    name: str
+    label: str
+    generate: Generate
+    options: dict[str, Any] = field(default_factory=dict)
+    footprint: Footprint = field(default_factory=Footprint)
+    tree: bool = False
+    once: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"name": self.name, "label": self.label, **self.footprint.to_dict(), **self.details}
+
+
+def stock(target: PreTrainedModel, **keywords: Any) -> Generate:
+    """The target's own `generate` with more keywords."""
+    generate: Any = target.generate
+
+    def call(inputs: Inputs, config: FlashMapGenerationConfig, streamer: BaseStreamer) -> torch.Tensor:
+        output: torch.Tensor = generate(**inputs, generation_config=config, streamer=streamer, **keywords)
+        return output
+
+    return call
+
+
+def plain(target: PreTrainedModel) -> Method:
+    return Method(PLAIN, "plain", stock(target))
+
+
+def prompt_lookup(target: PreTrainedModel, tokens: int) -> Method:
+    return Method("prompt_lookup", "prompt lookup", stock(target), {"prompt_lookup_num_tokens": tokens})
+
+
+def assistant(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> Method:
+    """Stock assisted generation with the small language model `source`, a folder or a Hub id.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype, use_safetensors=True)
+    model = model.to(target.device).eval()
+    own = AutoTokenizer.from_pretrained(source)
+    keywords = {"assistant_model": model}
+    if vocabulary_hash(own) != vocabulary_hash(tokenizer):
+        keywords |= {"tokenizer": tokenizer, "assistant_tokenizer": own}
+    footprint = memory.of_language_model(model)
+    return Method("assistant", f"assisted, {Path(source).name}", stock(target, **keywords), footprint=footprint)
+
+
+def early_exit(target: PreTrainedModel, layers: int) -> Method:
+    """Stock assisted generation with the target's own first layers.
+
+    Raises:
+        ValueError: the target has not as many layers.
+    """
+    depth = target.config.get_text_config().num_hidden_layers
+    if layers >= depth:
+        raise ValueError(f"early_exit={layers}: must be below the target's {depth} layers.")
+    options = {"assistant_early_exit": layers}
+    footprint = memory.of_early_exit(target, layers)
+    return Method("early_exit", f"early exit, layer {layers}", stock(target), options, footprint)
+
+
+def trained_baselines(target: PreTrainedModel, folder: Path) -> list[Method]:
+    """Each baseline of `folder`, in the order of `BASELINES`; raises as `baselines.load` does.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [folder / name for name in BASELINES if (folder / name / "config.json").is_file()]
+    if not found:
+        names = ", ".join(BASELINES)
+        raise ValueError(f"baselines={folder} holds none of {names}: train them with `flashmap baselines`.")
+    return [trained_baseline(target, path) for path in found]
+
+
+def trained_baseline(target: PreTrainedModel, folder: Path) -> Method:
+    baseline = baselines.load(folder, target)
+
+    def call(inputs: Inputs, config: FlashMapGenerationConfig, streamer: BaseStreamer) -> torch.Tensor:
+        output: torch.Tensor = baseline.generate(target, inputs, config, streamer=streamer)
+        return output
+
+    return Method(
+        baseline.name,
+        BASELINES[baseline.name],
+        call,
+        footprint=memory.of_baseline(baseline, target),
+        details=details_of(str(folder), baseline.drafter),
+    )
+
+
+# --- FlashMap -------------------------------------------------------------------------------------------------------
+
+OFF = {"num_steps": 1, "adaptive": False, "draft_ngrams": False}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> label, what is switched on
+    FLASHMAP: ("FlashMap, one step", {}),
+    "flashmap_midpoint": ("FlashMap, midpoint", {"num_steps": 2}),
+    "flashmap_tree": ("FlashMap, tree", {"tree_size": TREE_SIZE}),
+    "flashmap_ngrams": ("FlashMap, n-grams", {"draft_ngrams": True}),
+    "flashmap_auto": ("FlashMap, automatic", {"adaptive": True, "draft_ngrams": True}),
+}
+
+
+def flashmap(drafter: FlashMapDrafter, target: PreTrainedModel, source: str, curve: bool) -> list[Method]:
+    """Every way, and for the curve one step at every block size."""
+    details = details_of(source, drafter)
+    ways = [(name, label, on) for name, (label, on) in WAYS.items()]
+    sizes = range(1, drafter.config.block_size + 1) if curve else ()
+    ways += [(f"{FLASHMAP}_k{size}", f"FlashMap, K = {size}", {"num_assistant_tokens": size}) for size in sizes]
+    return [way(drafter, target, details, *this) for this in ways]
+
+
+def way(
+    drafter: FlashMapDrafter,
+    target: PreTrainedModel,
+    details: dict[str, Any],
+    name: str,
+    label: str,
+    on: Mapping[str, Any],
+) -> Method:
+    """FlashMap with the options `on`, the others being off."""
+    options = OFF | dict(on)
+    return Method(
+        name,
+        label,
+        stock(target, assistant_model=drafter),
+        options,
+        memory.of_drafter(drafter, target, options["num_steps"]),
+        tree=any(on.get(key) for key in ("tree_size", "draft_ngrams", "adaptive")),
+        once="num_assistant_tokens" in on,
+        details=details,
+    )
+
+
+def variant(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> Method:
+    """Another drafter, one step; raises as `FlashMapDrafter.from_pretrained` and `check_target` do."""
+    drafter = drafters.load(source, dtype=target.dtype, device=target.device)
+    check_target(drafter.config, target, tokenizer)
+    name = Path(source).name
+    return way(drafter, target, details_of(source, drafter), f"{FLASHMAP}:{name}", f"FlashMap, {name}", {})
+
+
+def details_of(source: str, drafter: PreTrainedModel) -> dict[str, Any]:
+    """The shape of a drafter, and which weights it has."""
+    shape = {name: getattr(drafter.config, name) for name in SHAPE}
+    return {"drafter": shape | {"weights": weights_identity(source, drafter)}}
