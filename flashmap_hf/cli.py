@@ -29,10 +29,15 @@ COMMANDS = {
     "respond": ("training.respond", "let a target answer prompts"),
     "features": ("training.features", "one target forward per answer: what a drafter is trained on"),
     "train": ("training.train", "train a drafter, or adapt one (--lora)"),
+    "baselines": ("training.baselines", "train the drafters that FlashMap is compared with"),
     "evaluate": ("evaluation.acceptance", "measure a drafter through the real generate"),
+    "bench": ("evaluation.bench", "compare FlashMap with the alternatives, side by side"),
+    "results": ("evaluation.results_page", "write the page of results from benchmark.json"),
     "splice": ("training.splice", "show whether a drafter has learnt the coupling between its positions"),
     "card": ("hub_card", "write a drafter's card from its measurements"),
     "push": ("hub_push", "upload a drafter's folder to the Hub"),
+    "demo": ("demo.command", "open the demo in a browser: your prompt, plain and with a drafter, side by side"),
+    "list": ("hub_list", "find drafters for a target on the Hub"),
 }
 
 
@@ -74,7 +79,8 @@ def load_command(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("flashmap_hf"):
             raise
-        raise ValueError(f"{name} needs {str(error.name).split('.')[0]}: pip install 'flashmap-hf[train]'") from error
+        extra = "demo" if name == "demo" else "train"
+        raise ValueError(f"{name} needs {str(error.name).split('.')[0]}: pip install 'flashmap-hf[{extra}]'") from error
 
 
 def build_parser() -> Parser:

@@ -70,10 +70,6 @@ def refused(target: Any, drafter: Any, message: str, *args: Any, **kwargs: Any) 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "num_beams": ({"num_beams": 2}, "num_beams=2.*drop"),
     "num_beams with sampling": ({"num_beams": 3, "do_sample": True}, "num_beams=3"),
-    "num_return_sequences": (
-        {"num_return_sequences": 2, "do_sample": True},
-        "num_return_sequences=2.*once per sequence",
-    ),
     "use_cache": ({"use_cache": False}, "use_cache=False.*drop use_cache"),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha.*drop"),
     "dola_layers": ({"dola_layers": "low"}, "dola_layers.*drop"),
@@ -100,11 +96,6 @@ def test_they_are_refused_from_a_generation_config_too(name):
     target, _ = scene()
     kwargs, message = ARGUMENTS[name]
     refused(target, make_oracle(target), message, PROMPT, generation_config=GenerationConfig(**kwargs))
-
-
-def test_batches_are_refused():
-    target, _ = scene()
-    refused(target, make_oracle(target), "batch size 2.*per row", PROMPT.repeat(2, 1))
 
 
 def test_embeddings_are_refused():
@@ -393,7 +384,7 @@ def test_every_processor_of_a_normal_call_is_pure():
             super().__init__(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashmap_hf.hook.FlashMapCandidateGenerator", Spy)
+        patch.setattr("flashmap_hf.decoder.FlashMapCandidateGenerator", Spy)
         target.generate(PROMPT, generation_config=config, assistant_model=tiny_drafter(target))
     assert len(seen) >= 15
     assert all(is_pure(processor) for processor in seen)

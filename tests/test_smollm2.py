@@ -8,7 +8,7 @@ import torch
 from conftest import difference
 
 import flashmap_hf
-from flashmap_hf import FlashMapDrafter, drafters, targets
+from flashmap_hf import FlashMapDrafter, FlashMapGenerationConfig, drafters, targets
 
 PROMPTS = [
     "Hi!",
@@ -46,8 +46,9 @@ def check(text: str, new_tokens: int) -> tuple[int, int]:
     chat = [{"role": "user", "content": text}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=new_tokens)
+    options = FlashMapGenerationConfig(do_sample=False, max_new_tokens=new_tokens, adaptive=False)
     with flashmap_hf.record() as stats:
-        ours = target.generate(**inputs, do_sample=False, max_new_tokens=new_tokens, assistant_model=drafter)
+        ours = target.generate(**inputs, generation_config=options, assistant_model=drafter)
     assert ours.tolist() == plain.tolist(), difference(target, plain, ours)
     return stats.committed, stats.target_steps
 
