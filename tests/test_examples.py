@@ -149,6 +149,57 @@ def test_benchmark_compares_on_a_file_of_prompts(run_example, folders, capsys, t
     assert [result["name"] for result in written["prompts"]] == ["one", "two"]
 
 
+def check_gpu_check(written, printed):
+    """Everything that a reader of the record or of the table looks for."""
+    assert "float32: all equal to plain" in printed
+    for column in ("first difference", "tokens/s", "speed-up", "cache bytes per token"):
+        assert column in printed
+    assert {"chain", "tree", "automatic", "batch"} <= written["float32"].keys() == written["fast_type"].keys()
+    assert all(places == [None, None] for places in written["float32"].values())
+    assert written["speed"].keys() == {"plain", *written["float32"]} - {"batch"}
+    assert written["speed"]["plain"]["speedup"]["median"] == 1.0
+    assert written["speed"]["chain"]["drafter_ms"] > 0.0
+    memory = written["memory"]
+    assert memory["cache_tokens_drafted"] == memory["cache_tokens_plain"]
+    assert memory["cache_bytes_drafted_per_token"] == memory["cache_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
+    assert memory["state_bytes_per_request"] == memory["state_bytes_per_request_at_4096"]
+    assert written["provenance"]["command"].startswith("gpu_check.py ")
+
+
+def test_gpu_check_runs_on_a_cpu(run_example, folders, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    record = tmp_path / "gpu_check.json"
+    options = ["--device", "cpu", "--quick", "--dtype", "float32", "--no-compile", "--json", str(record)]
+    assert run_example("gpu_check.py", *folders, *options) == 0
+    check_gpu_check(json.loads(record.read_text(encoding="utf-8")), capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_gpu_check_compiles_and_compares_two_types(run_example, folders, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    record = tmp_path / "gpu_check.json"
+    options = ["--device", "cpu", "--quick", "--dtype", "bfloat16", "--json", str(record)]
+    assert run_example("gpu_check.py", *folders, *options) == 0
+    written = json.loads(record.read_text(encoding="utf-8"))
+    assert "chain, compiled: default" in written["speed"]
+    assert written["dtype"] == "bfloat16"
+    assert written["memory"]["cache_bytes_per_token"] == 3 * 2 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--max-new-tokens", "5000"], "the target holds 512 in all"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--device", "nowhere"], "nowhere"),
+    ],
+)
+def test_gpu_check_refuses_in_one_line(run_example, folders, capsys, options, message):
+    assert run_example("gpu_check.py", *folders, "--no-compile", *options) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 # --- the Hub repository's own generate ------------------------------------------------------------------------------
 
 
@@ -225,9 +276,14 @@ def test_the_quickstart_runs_in_a_kernel_of_its_own(folders):
 
 # --- their size -----------------------------------------------------------------------------------------------------
 
-LONGER = {"demo.py": 120}
+LONGER = {"demo.py": 120, "gpu_check.py": 300}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_examples_stay_short(name):
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < LONGER.get(name, 60)
+def test_batch_and_tree_equals_plain_row_by_row(run_example, folders, capsys):
+    assert run_example("batch_and_tree.py", "Hi", "Say three words.", *folders, "--max-new-tokens", "6") == 0
+    printed = capsys.readouterr().out
+    assert "greedy rows identical to plain: True" in printed
+    assert "--- sampled: 1." in printed
