@@ -1,9 +1,10 @@
 """The table of methods: each is a way to call `generate` on the same target, and what it asks for."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +20,7 @@ from flashmap_hf.fingerprints import vocabulary_hash
 Inputs = Mapping[str, torch.Tensor]  # [1, T] each
 Generate = Callable[[Inputs, FlashMapGenerationConfig, BaseStreamer], torch.Tensor]  # -> [1, T + n]
 
-PLAIN, FLASHMAP = "plain", "flashmap"
+PLAIN, FLASHMAP, STOCK_LOOP = "plain", "flashmap", "flashmap_stock_loop"
 TREE_SIZE = 16  # nodes per verification
 SHAPE = ("block_size", "num_hidden_layers", "head", "head_rank", "transition_rank", "draft_vocab_size", "window")
 BASELINES = {  # what `baselines.load` gives -> label
@@ -141,13 +142,30 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> label, what is switch
 }
 
 
+def stock_loop(target: PreTrainedModel, drafter: FlashMapDrafter) -> Generate:
+    """The drafter as a candidate generator in transformers' own assisted decoding, which our loop stands in for."""
+    inside: Any = stock(target, assistant_model=drafter)
+    cls: Any = type(target)
+
+    def call(inputs: Inputs, config: FlashMapGenerationConfig, streamer: BaseStreamer) -> torch.Tensor:
+        theirs = cls._assisted_decoding.__wrapped__  # what the hook wrapped
+        with patch.object(cls, "_assisted_decoding", theirs):
+            output: torch.Tensor = inside(inputs, config, streamer)
+        return output
+
+    return call
+
+
 def flashmap(drafter: FlashMapDrafter, target: PreTrainedModel, source: str, curve: bool) -> list[Method]:
-    """Every way, and for the curve one step at every block size."""
+    """Every way, in transformers' own loop too, and for the curve one step at every block size."""
     details = details_of(source, drafter)
     ways = [(name, label, on) for name, (label, on) in WAYS.items()]
     sizes = range(1, drafter.config.block_size + 1) if curve else ()
     ways += [(f"{FLASHMAP}_k{size}", f"FlashMap, K = {size}", {"num_assistant_tokens": size}) for size in sizes]
-    return [way(drafter, target, details, *this) for this in ways]
+    methods = [way(drafter, target, details, *this) for this in ways]
+    one_step = methods[0]
+    theirs = replace(one_step, name=STOCK_LOOP, label="FlashMap, stock loop", generate=stock_loop(target, drafter))
+    return [one_step, theirs, *methods[1:]]
 
 
 def way(

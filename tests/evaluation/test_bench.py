@@ -14,7 +14,8 @@ from flashmap_hf.evaluation.bench import FULL, QUICK, Options
 from flashmap_hf.evaluation.bench_plots import FORMATS, PICTURES, plot
 
 NAMES = [
-    "plain", "prompt_lookup", "assistant", "early_exit", "dflash", "eagle", "medusa", "flashmap", "flashmap_midpoint",
+    "plain", "prompt_lookup", "assistant", "early_exit", "dflash", "eagle", "medusa", "flashmap",
+    "flashmap_stock_loop", "flashmap_midpoint",
     "flashmap_tree", "flashmap_ngrams", "flashmap_auto",
 ]  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_a_way_switches_off_what_is_not_its_own():
     """Adaptive blocks and n-grams would otherwise come with the drafter's defaults."""
     target = tiny_target("llama")
     table = {m.name: m for m in methods.flashmap(tiny_drafter(target), target, "", False)}
-    assert list(table) == list(methods.WAYS)
+    assert set(table) == {*methods.WAYS, methods.STOCK_LOOP}
     off = {"num_steps": 1, "adaptive": False, "draft_ngrams": False}
     assert table["flashmap"].options == off and not table["flashmap"].tree
     assert table["flashmap_midpoint"].options == off | {"num_steps": 2}
@@ -92,6 +92,21 @@ def test_a_way_switches_off_what_is_not_its_own():
     assert table["flashmap_tree"].tree and table["flashmap_ngrams"].tree and table["flashmap_auto"].tree
     for method in table.values():
         FlashMapGenerationConfig(**method.options)
+
+
+def test_the_stock_loop_is_that_of_transformers(monkeypatch):
+    """Ours is not entered, the output is plain decoding's, and the hook is as it was."""
+    target = tiny_target("llama")
+    prompt = torch.tensor([[5, 6, 7]])
+    config = FlashMapGenerationConfig(do_sample=False, max_new_tokens=12)
+    plain = target.generate(prompt, generation_config=config)
+    table = {m.name: m for m in methods.flashmap(tiny_drafter(target, block_size=3), target, "", False)}
+    hooked = type(target)._assisted_decoding
+    monkeypatch.setattr("flashmap_hf.hook.decode", None)
+    assert table[methods.STOCK_LOOP].generate({"input_ids": prompt}, config, None).tolist() == plain.tolist()
+    assert type(target)._assisted_decoding is hooked
+    with pytest.raises(TypeError):
+        table["flashmap"].generate({"input_ids": prompt}, config, None)
 
 
 def test_a_variant_is_another_drafter(tiny, tmp_path):
