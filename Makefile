@@ -13,14 +13,15 @@ THREADS ?= 1
 #   make test TORCH=                          leave the choice to pip
 # A finished environment is kept: `make clean` before you change TORCH, PYTHON or EXTRAS.
 TORCH   ?= torch==2.13.0
-EXTRAS  ?= dev,train
+EXTRAS  ?= dev,train,demo,browser
+SPACE   ?= build/space
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all quality format clean
+.PHONY: help install demo test test-all test-browser space docs quality format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -47,6 +48,19 @@ test: $(STAMP)  ## the tests without the slow ones; ARGS="-k flow"
 test-all: $(STAMP)  ## all tests, the slow ones too
 	$(PYTEST) $(ARGS)
 
+test-browser: $(STAMP)  ## the demo in a real browser (chromium and chromedriver); ARGS="-k stop"
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest tests/browser $(ARGS)
+
+space:  ## put together what the Hugging Face Space holds, in build/space; hf upload OWNER/NAME build/space --repo-type space
+	rm -rf $(SPACE)
+	mkdir -p $(SPACE)/hub_cards
+	cp -r hub_cards/space/. app.py flashmap_hf $(SPACE)
+	cp -r hub_cards/flashmap-smollm2-135m $(SPACE)/hub_cards
+	find $(SPACE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+docs: $(STAMP)  ## the documentation, into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 quality: $(STAMP)  ## lint, format and types, exactly as CI checks them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,5 +71,5 @@ format: $(STAMP)  ## format, and mend what the linter can mend
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment, caches and build files
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -105,6 +105,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         self._process_with(logits_processor)
         self.context = ContextWindow(drafter.config.window)
         self.working = True  # False after non-finite draft logits
+        self.complaints: list[str] = []  # of the call: shared by the rows of a batch
         self.rows = self._readout_rows()
         self.greedy_noise: torch.Tensor | None = None
         self.generator: torch.Generator | None = None  # None: torch's global one
@@ -209,13 +210,14 @@ class FlashMapCandidateGenerator(CandidateGenerator):
 
     def finite(self, logits: torch.Tensor) -> bool:
         """Whether the drafter works; if not, warn and leave it out for the rest of the call."""
-        self.working = bool(logits.isfinite().all())
-        if not self.working:
-            warnings.warn(
-                "The drafter's logits are not finite: this call goes on without it (check its dtype and weights).",
-                stacklevel=3,
+        finite = bool(logits.isfinite().all())
+        self.working = self.working and finite  # another draft of the same step may take a finite path
+        if not finite and not self.complaints:
+            self.complaints.append(
+                "The drafter's logits are not finite: this call goes on without it (check its dtype and weights)."
             )
-        return self.working
+            warnings.warn(self.complaints[0], stacklevel=3)
+        return finite
 
     def gaussian(self, slots: int) -> torch.Tensor:
         """z_0 of the independent coupling; greedy decoding is deterministic and leaves the global generator alone."""

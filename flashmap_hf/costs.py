@@ -103,14 +103,17 @@ def measure_cost(
     context = int(min(context, max(room // 2, 1)))
     sizes = [n for n in sizes if context + n <= room]
 
+    offloaded = target.device.type == "meta"  # its modules fetch their input themselves
+    device = torch.device("cpu") if offloaded else target.device
+
     def ids(start: int, count: int) -> torch.Tensor:  # [1, count]: spread over the vocabulary, the same each time
-        return (torch.arange(start, start + count, device=target.device) * 7919 % text_config.vocab_size)[None]
+        return (torch.arange(start, start + count, device=device) * 7919 % text_config.vocab_size)[None]
 
     def seconds(call: Callable[[], object]) -> float:
         start = time.perf_counter()
         call()
-        if target.device.type != "cpu":
-            torch.accelerator.synchronize(target.device)
+        if target.device.type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize(None if offloaded else target.device)
         return time.perf_counter() - start
 
     cache = target(ids(0, context), use_cache=True).cache
@@ -148,5 +151,8 @@ def cost_of(target: Any, drafter: nn.Module, drafter_pass: Callable[[], object],
     )
     known = _KNOWN.setdefault(target, WeakKeyDictionary()).setdefault(drafter, {})
     if key not in known:
-        known[key] = measure_cost(target, drafter_pass, **options)
+        devices = [model.device for model in models if model.device.type == "cuda"]
+        # dropout draws: the first call with a seed must give what later ones do
+        with torch.random.fork_rng(devices, enabled=target.training or drafter.training):
+            known[key] = measure_cost(target, drafter_pass, **options)
     return known[key]

@@ -9,21 +9,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from flashmap_hf import compatibility
 from flashmap_hf.candidates import FlashMapCandidateGenerator, drafter_pass
+from flashmap_hf.compiling import as_drafter
 from flashmap_hf.costs import StepCost, cost_of
 from flashmap_hf.decoding import generate_with_drafter
 from flashmap_hf.generation_config import DraftOptions, FlashMapGenerationConfig
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.statistics import Recorder
-from flashmap_hf.target_steps import mask_obstacle
-
-
-def as_drafter(assistant_model: Any) -> FlashMapDrafter | None:
-    """The drafter behind `assistant_model`, which peft may have wrapped; None for any other assistant."""
-    if isinstance(assistant_model, FlashMapDrafter):
-        return assistant_model
-    base = getattr(assistant_model, "get_base_model", None)
-    inner = base() if callable(base) else None
-    return inner if isinstance(inner, FlashMapDrafter) else None
+from flashmap_hf.target_steps import frequency_change, last_length, mask_obstacle
 
 
 def decode(
@@ -50,6 +42,8 @@ def decode(
         reason = "guidance_scale runs the target twice per token"
     elif compatibility.has_virtual_tokens(target):
         reason = "peft inserts virtual tokens one step at a time (hand them over as a cache: examples/peft_target.py)"
+    elif change := frequency_change(target, length, generation_config.max_length or length, model_kwargs):
+        reason = change
     elif drafter.device.type == "meta":
         reason = "The drafter's weights are on the meta device (not loaded, or offloaded)"
     if reason is not None:
@@ -66,6 +60,7 @@ def decode(
     if obstacle is not None and (options.tree_size is not None or options.num_drafts > 1):
         warnings.warn(f"Drafting a chain, not a tree: {obstacle}.", stacklevel=4)
     candidates = FlashMapCandidateGenerator(drafter, target, generation_config, logits_processor, options)
+    candidates.max_length = min(candidates.max_length, last_length(target, length, model_kwargs))
     cost = calibrated(candidates) if options.adaptive else None
     return generate_with_drafter(
         target, input_ids, candidates, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
@@ -80,7 +75,7 @@ def calibrated(candidates: FlashMapCandidateGenerator) -> StepCost:
     taps = torch.zeros(1, config.window, len(candidates.tap_layers) * config.target_hidden_size)
     probe.context.append(taps.to(device=drafter.device, dtype=target.dtype))
     noise = [torch.zeros(config.block_size)]
-    anchor = torch.zeros(1, dtype=torch.long, device=target.device)
+    anchor = torch.zeros(1, dtype=torch.long)
     return cost_of(target, drafter, lambda: drafter_pass([probe], anchor, noise))
 
 
@@ -119,7 +114,7 @@ def decoder(drafter: Any, streamer: BaseStreamer | None = None, **options: Any) 
     """The loop for `model.generate(**inputs, custom_generate=flashmap_hf.decoder(drafter, ...))`.
 
     Args:
-        drafter: a `FlashMapDrafter`, or one that peft has wrapped.
+        drafter: a `FlashMapDrafter`, or one that peft or torch.compile has wrapped.
         streamer: `generate` keeps its own `streamer` from such a callable: give it here instead.
         options: fields of `FlashMapGenerationConfig` that concern drafting; what is not given comes from the drafter's
             generation config.

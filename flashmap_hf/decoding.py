@@ -18,7 +18,7 @@ from flashmap_hf.collected import Collected, result
 from flashmap_hf.costs import StepCost
 from flashmap_hf.emission import emit
 from flashmap_hf.pace import Pace
-from flashmap_hf.proposals import Proposals, cut, wanting
+from flashmap_hf.proposals import Proposals, cut, plan, wanting
 from flashmap_hf.row_processors import processors_of
 from flashmap_hf.statistics import Recorder
 from flashmap_hf.target_steps import TargetSteps
@@ -52,8 +52,8 @@ class Row:
     finished: bool = False
     places: list[int] = field(default_factory=list)  # of the last forward that are kept, the anchor first
 
-    def noise_at(self, prompt: int, count: int, ahead: int = 0) -> torch.Tensor | None:  # -> [count]
-        start = self.input_ids.shape[1] - prompt + ahead
+    def noise_at(self, prompt: int, count: int) -> torch.Tensor | None:  # -> [count]
+        start = self.input_ids.shape[1] - prompt
         return None if self.noise is None else self.noise.at(start, count)
 
 
@@ -93,29 +93,33 @@ def generate_with_drafter(
     rows = _rows(input_ids, candidates, logits_processor, generation_config, trees, cost)
     live = list(rows)
     _observe_prompt(live, outputs, model_kwargs.get("attention_mask"), candidates.tap_layers[-1])
-    while True:
-        prefill = not steps.fed
-        for i, row in enumerate(live):
-            logits = outputs.logits[i, -1 - len(row.draft.tree) :] if batch == 1 else outputs.logits[i]
-            committed = _commit(row, i, outputs, logits, steps, stopping_criteria, prefill, prompt, recorder)
-            if streamer is not None:
-                streamer.put(row.input_ids[0, -committed:].cpu())
-        steps.commit(outputs, [[] if prefill else row.places for row in live])
-        going = [i for i, row in enumerate(live) if not row.finished]
-        if not prefill:
-            for i in going:
-                _observe(live[i], outputs, i)
-        del outputs
-        if not going:
-            break
-        if len(going) < len(live):
-            steps.keep_rows(going)
-            live = [live[i] for i in going]
-        with recorder.timed("seconds_drafter"):
-            passes = _draft(live, prompt)
-        recorder.add(blocks=passes)
-        with recorder.timed("seconds_target"):
-            outputs = steps.forward([row.input_ids for row in live], [row.draft.tree for row in live])
+    try:
+        while True:
+            prefill = not steps.fed
+            for i, row in enumerate(live):
+                logits = outputs.logits[i, -1 - len(row.draft.tree) :] if batch == 1 else outputs.logits[i]
+                committed = _commit(row, i, outputs, logits, steps, stopping_criteria, prefill, prompt, recorder)
+                if streamer is not None:
+                    streamer.put(row.input_ids[0, -committed:].cpu())
+            steps.commit(outputs, [[] if prefill else row.places for row in live])
+            going = [i for i, row in enumerate(live) if not row.finished]
+            if not prefill:
+                for i in going:
+                    _observe(live[i], outputs, i)
+            del outputs
+            if not going:
+                break
+            if len(going) < len(live):
+                steps.keep_rows(going)
+                live = [live[i] for i in going]
+            with recorder.timed("seconds_drafter"):
+                passes = _draft(live, prompt)
+            recorder.add(blocks=passes)
+            with recorder.timed("seconds_target"):
+                outputs = steps.forward([row.input_ids for row in live], [row.draft.tree for row in live])
+    except BaseException:  # of a streamer, a criterion, a processor, the keyboard
+        steps.abandon([row.places for row in live])
+        raise
     recorder.add(plain_calls=int(not any(row.proposals.candidates.working for row in rows)))
     steps.finish()
     if streamer is not None:
@@ -159,7 +163,9 @@ def _observe_prompt(rows: list[Row], outputs: Any, mask: torch.Tensor | None, la
         # left padding conditions nothing; a mask that covers an earlier turn is longer than what was seen
         real = row.input_ids.shape[1] if mask is None else int(mask[i].sum())
         first, count = max(seen - real, 0), min(real, seen)
-        row.proposals.candidates.observe(_states(outputs, i, slice(first, first + count)), 0, count)
+        kept = min(count, row.proposals.candidates.context.window)  # tapping copies: not the whole prompt
+        last = first + count
+        row.proposals.candidates.observe(_states(outputs, i, slice(last - kept, last)), 0, kept)
         ids = row.input_ids[0].tolist()
         row.proposals.see(ids if mask is None else ids[-real:])
 
@@ -239,6 +245,7 @@ def _draft(rows: list[Row], prompt: int) -> int:
             outputs[row.index] = type(output)(
                 logits=output.logits[one], z_1=None if output.z_1 is None else output.z_1[one]
             )
+    plan([row.proposals for row in rows], [outputs.get(row.index) for row in rows])
     drafts = [row.proposals.propose(row.input_ids, outputs.get(row.index)) for row in rows]
     for row, draft in zip(rows, cut([row.proposals for row in rows], drafts), strict=True):
         row.draft = draft

@@ -18,6 +18,7 @@ NGRAM_BRANCHES, NGRAM_LENGTH = 2, 10
 # pace corrects it by what is accepted.
 NGRAM_TRUST = {3: (0.75, 0.87), 2: (0.55, 0.67)}
 NGRAM_SECOND = 0.5  # of the trust that the first branch leaves: the second can only be right where that is not
+DRAFT_SECOND = 0.5  # the same of sampled drafts
 
 
 class Proposals:
@@ -36,6 +37,7 @@ class Proposals:
         self.branches: list[tuple[list[int], list[float]]] = []
         self.drafted = False  # whether a drafter pass was made for this step, for this sequence or others
         self.room = 0  # tokens that a pass may draft
+        self.sizes: list[int] = []  # rejection: of the drafts to draw
 
     def see(self, tokens: Sequence[int]) -> None:
         """Newly committed tokens, the prompt first."""
@@ -47,6 +49,7 @@ class Proposals:
         self.branches = self._ngram_branches(self._length(input_ids))
         self.drafted = False
         self.room = self.candidates.room(input_ids)
+        self.sizes = []
 
     def _length(self, input_ids: torch.Tensor) -> int:  # the target adds one token of its own
         return max(0, self.candidates.max_length - input_ids.shape[1] - 1)
@@ -71,7 +74,7 @@ class Proposals:
         size = self.room
         if output is not None and size > 0:
             if self.candidates.rule == "rejection":
-                draft = self._sampled(input_ids, output, size)
+                draft = self._sampled(input_ids, output)
             elif self._whole_tree:
                 draft = Draft(self._lattice(input_ids, output, size))
             else:
@@ -114,15 +117,20 @@ class Proposals:
 
         return level
 
-    def _sampled(self, input_ids: torch.Tensor, output: Any, size: int) -> Draft:
-        """Independent drafts merged by prefix. How long they are is decided before any token is drawn."""
-        if self.pace is not None:
-            modes = output.logits[0, :size].float().softmax(-1).amax(-1).cumprod(0)
-            size = self.pace.choose(modes.tolist(), drafter_used=True)
-            if size < 1:
-                return NOTHING
+    def draft_claims(self, output: Any | None) -> list[list[float]]:
+        """Rejection: what each draft claims before any of its tokens is drawn."""
+        if output is None or self.room < 1:
+            return []
+        logits = output.logits[0, : self.room].float()
+        if not self.candidates.finite(logits):
+            return []
         several = self.options.num_drafts if self.trees and self.candidates.drafter.config.coupling == "quantile" else 1
-        drafts = [self.candidates.read(input_ids, output, size) for _ in range(several)]
+        modes = logits.softmax(-1).amax(-1).cumprod(0)
+        return [(modes * DRAFT_SECOND**i).tolist() for i in range(several)]
+
+    def _sampled(self, input_ids: torch.Tensor, output: Any) -> Draft:
+        """Independent drafts merged by prefix, as long as `plan` says."""
+        drafts = [self.candidates.read(input_ids, output, size) for size in self.sizes if size]
         drafts = [draft for draft in drafts if len(draft.tree)]
         if len(drafts) < 2:
             return drafts[0] if drafts else NOTHING
@@ -140,12 +148,7 @@ class Proposals:
         old = len(draft.tree)
         if self.candidates.rule != "rejection":
             return Draft(merge(draft.tree, self.branches))
-        branches = self.branches
-        if self.pace is not None:  # by what the text says alone: a cut that knew the tokens drawn would bias the law
-            claims = self.claims()
-            lowest = [2.0, *claims][self.pace.choose(claims, drafter_used=False)]
-            branches = [(tokens, [p for p in joint if p >= lowest]) for tokens, joint in branches]
-        tree = merge(draft.tree, [(tokens[: len(joint)], joint) for tokens, joint in branches])
+        tree = merge(draft.tree, self.branches)
         offers = [*(draft.offers or [[]]), *([] for _ in range(len(tree) - old))]
         for node in range(old, len(tree)):
             certain = F.one_hot(torch.tensor(tree.tokens[node]), self.candidates.vocab_size).float()
@@ -175,6 +178,35 @@ def wanting(proposals: Sequence[Proposals]) -> list[int]:
     if paces and not wants_draft_rows(paces, [proposals[i].claims() for i in able], len(proposals)):
         return []
     return able
+
+
+def plan(proposals: Sequence[Proposals], outputs: Sequence[Any | None]) -> None:
+    """Rejection: how much of each draft and branch to verify, before a token is drawn: a choice that knew the tokens
+    would condition them on having been kept, and bias the law. outputs: the drafter's for each, None without a pass."""
+    if proposals[0].candidates.rule != "rejection":
+        return
+    sources = []
+    for p, output in zip(proposals, outputs, strict=True):
+        drafts, branches = p.draft_claims(output), [joint for _, joint in p.branches]
+        if not p.trees and branches:  # one chain: the more promising one
+            better = sum(map(sum, drafts)) >= sum(branches[0])
+            drafts, branches = (drafts, []) if better else ([], branches[:1])
+        p.sizes, p.branches = [len(joint) for joint in drafts], p.branches[: len(branches)]
+        sources.append([*drafts, *branches])
+    paces, most = [p.pace for p in proposals if p.pace is not None], proposals[0].options.tree_size
+    if not paces and most is None:
+        return
+    ranked = [sorted(((c, -k) for k, joint in enumerate(claims) for c in joint), reverse=True) for claims in sources]
+    counts = [len(claims) for claims in ranked]
+    if paces:
+        counts = choose_rows(paces, [[c for c, _ in claims] for claims in ranked], any(p.drafted for p in proposals))
+    for p, claims, count in zip(proposals, ranked, counts, strict=True):
+        # claims never rise within a source: what is kept of one is its beginning
+        kept = [-k for _, k in claims[: count if most is None else min(count, most)]]
+        drafts = len(p.sizes)
+        p.sizes = [kept.count(k) for k in range(drafts)]
+        lengths = [kept.count(drafts + k) for k in range(len(p.branches))]
+        p.branches = [(t[:n], j[:n]) for (t, j), n in zip(p.branches, lengths, strict=True) if n]
 
 
 def cut(proposals: Sequence[Proposals], drafts: Sequence[Draft]) -> list[Draft]:

@@ -4,12 +4,14 @@ One sequence with a chain goes through the causal mask that the target makes its
 accept different numbers of tokens, go through a mask of four dimensions.
 """
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
@@ -34,17 +36,54 @@ def mask_obstacle(target: Any, cache: Any, model_kwargs: dict[str, Any]) -> str 
         return f"the attention {implementation!r} of {name} takes no mask of four dimensions (sdpa and eager do)"
     if "position_ids" not in inspect.signature(target.forward).parameters or getattr(text, "alibi", False):
         return f"{name} takes no position_ids"
-    others = [type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer]
+    # a cache that the user made may keep everything where the target's own would slide: the mask slides all the same
+    layers = [*cache.layers, *DynamicCache(config=target.config).layers]
+    others = [type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer]
     if others or not isinstance(cache, Cache):
         return (
             f"the cache of {name} has layers of another kind than full attention ({[*others, type(cache).__name__][0]})"
         )
+    if "local" in getattr(text, "attention_layers", ()):
+        return f"{name} has layers of local attention"
     if model_kwargs.get("token_type_ids") is not None:
         return "token_type_ids"
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.dim() != 2:
         return f"{name} has position_ids of {positions.dim()} dimensions"
     return None
+
+
+def seen_before(length: int, model_kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Positions of the shortest and of the longest row of `[B, length]` ids, with what an earlier turn left."""
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        return length, length
+    last = positions[..., -1] + 1
+    return int(last.min()), max(int(last.max()), length)
+
+
+def frequency_change(target: Any, length: int, max_length: int, model_kwargs: dict[str, Any]) -> str | None:
+    """Why drafted tokens would change what the target says of those before them: rotary frequencies that depend on the
+    newest position of a forward. None where none of this call's do."""
+    text = target.config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    shortest, longest = seen_before(length, model_kwargs)
+    end = longest + max_length - length
+    for rope in (parameters, *parameters.values()):  # of some targets by kind of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        limit = (rope.get("original_max_position_embeddings") if kind else None) or text.max_position_embeddings
+        if (kind == "longrope" and shortest <= limit < end) or (kind == "dynamic" and limit < end):
+            return f"{type(target).__name__} changes its rotary frequencies behind {limit} positions"
+    return None
+
+
+def last_length(target: Any, length: int, model_kwargs: dict[str, Any]) -> float:
+    """The length that drafted tokens may reach; plain decoding may stop before the last position that a table holds."""
+    text = target.config.get_text_config()
+    if getattr(text, "rope_parameters", None) is not None:
+        return math.inf
+    room = getattr(text, "max_position_embeddings", None) or math.inf
+    return room + 1 - (seen_before(length, model_kwargs)[1] - length)
 
 
 class TargetSteps:
@@ -70,6 +109,7 @@ class TargetSteps:
         self.batch = batch  # rows that go on
         self.ragged = batch > 1  # rows of different lengths, until the end of the call
         self.fed = 0  # places of the last forward, the prefill excepted
+        self.open = False  # whether the cache holds places of it that nobody has decided about
         self.call: Callable[..., ModelOutput] = target.__call__
         self.valid = torch.empty(0)  # [B, L] bool: the keys in the cache that count (batches only)
         self.next_position = torch.empty(0)  # [B]: of the anchor (batches only)
@@ -80,6 +120,8 @@ class TargetSteps:
         Raises:
             ValueError: the target's cache cannot be rolled back.
         """
+        if self.ragged:  # rows will leave it: an empty one of the user's stays as it is
+            self.kwargs["cache"] = _copied(self.kwargs["cache"])
         outputs = self.target._prefill(input_ids, self.config, self.kwargs)
         self.cache = outputs.cache
         if not self.cache.is_croppable:
@@ -109,10 +151,12 @@ class TargetSteps:
         self.fed = 1 + max(len(tree) for tree in trees)
         with self.target._optimize_model_for_decode():
             if not self.ragged and trees[0].is_chain:
-                return self._chain(
-                    input_ids[0], torch.tensor(trees[0].tokens, dtype=torch.long, device=input_ids[0].device)
-                )
-            return self._tree(input_ids, trees)
+                tokens = torch.tensor(trees[0].tokens, dtype=torch.long, device=input_ids[0].device)
+                outputs = self._chain(input_ids[0], tokens)
+            else:
+                outputs = self._tree(input_ids, trees)
+        self.open = True
+        return outputs
 
     def _chain(self, input_ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:  # [1, T], [k]
         candidates = torch.cat([input_ids, tokens[None]], dim=1)
@@ -204,7 +248,8 @@ class TargetSteps:
     def _gather(self, places: Sequence[Sequence[int]], kept: int) -> None:
         """Move the kept places of each row to the front of what the last forward appended, and crop the rest."""
         if any(list(row) != list(range(len(row))) for row in places):
-            index = torch.tensor([[*row, *[0] * (kept - len(row))] for row in places])[:, None, :, None]
+            index = torch.tensor([[*row, *[0] * (kept - len(row))] for row in places], dtype=torch.long)
+            index = index[:, None, :, None]
             for layer in self.cache.layers:
                 for states in (layer.keys, layer.values):
                     new = states[:, :, -self.fed :]
@@ -212,6 +257,13 @@ class TargetSteps:
                     chosen = new.gather(2, index.to(states.device).expand(*size))
                     new[:, :, :kept] = chosen
         self.cache.crop(kept - self.fed)
+        self.open = False
+
+    def abandon(self, places: Sequence[Sequence[int]]) -> None:
+        """Something was raised in the middle: the cache keeps what was committed, as plain decoding leaves it."""
+        if self.open and not self.ragged:
+            self._gather(places, len(places[0]))
+        self.finish()
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -238,3 +290,10 @@ class TargetSteps:
         for layer in self.cache.layers:
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.record_past = False
+
+
+def _copied(cache: Any) -> Any:
+    """A cache of the same kind beside an empty one."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other

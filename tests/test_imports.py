@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration_flashmap", "generation_config", "hub_errors"),
     ("conditioning", "velocity", "head", "compatibility", "loading", "sharing"),
     ("modeling_flashmap",),
-    ("candidates", "row_processors", "target_steps"),
+    ("candidates", "row_processors", "target_steps", "compiling"),
     ("emission", "proposals"),
     ("collected",),
     ("decoding",),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 # Subpackages that a user installs an extra for.
-EXTRAS_OF = {"training": ("train", "datasets"), "evaluation": ("train",)}
+EXTRAS_OF = {"training": ("train", "datasets"), "evaluation": ("train",), "demo": ("demo",)}
 
 
 def make_targets() -> set[str]:
@@ -124,7 +124,7 @@ def test_ci_runs_the_readme_commands():
     assert os.access(script, os.X_OK)
     commands = script_commands(script)
     assert "set -euo pipefail" in commands
-    assert commands[-2:] == ["make quality", "make test"]
+    assert commands[-3:] == ["make quality", "make test", "make test-browser"]
     checked = subprocess.run([shutil.which("bash"), "-n", script], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stderr
 
@@ -164,7 +164,7 @@ def test_make_lets_the_choice_of_torch_be_changed(tmp_path):
         "pip install -q torch==9 --no-deps" in step for step in dry_run("test", fresh, "TORCH=torch==9 --no-deps")
     )
     assert [step.split("pip install")[1] for step in dry_run("test", fresh, "TORCH=") if "pip install" in step] == [
-        ' -q -e ".[dev,train]"'
+        ' -q -e ".[dev,train,demo,browser]"'
     ]
 
 

@@ -15,6 +15,7 @@ class BlockBatch:
 
     taps `[S, W + A - 1, N * D]`: anchor j of a run sees positions j..j+W-1.
     taps_mask `[S, W + A - 1]`: False before the sequence's start.
+    following `[S, W + A - 1]`: the token after each of these positions; the last A are the anchors.
     final `[S, A + K - 1, D]`: the target's final hidden state at the first anchor and after it, zero past the end.
     anchors `[S, A]` token ids; labels `[S, A, K]` the tokens after each anchor; labels_mask `[S, A, K]`.
     f_left, f_right `[S, A, K]` float32 quantile intervals; sampled `[S, A]`: the answer was sampled.
@@ -22,6 +23,7 @@ class BlockBatch:
 
     taps: torch.Tensor
     taps_mask: torch.Tensor
+    following: torch.Tensor
     final: torch.Tensor
     anchors: torch.Tensor
     labels: torch.Tensor
@@ -63,21 +65,24 @@ def make_batch(
     count, span = len(sequences), window + run - 1
     taps = torch.zeros(count, span, width)
     taps_mask = torch.zeros(count, span, dtype=torch.bool)
+    following = torch.zeros(count, span, dtype=torch.long)
     final = torch.zeros(count, run + block_size - 1, hidden_size)
-    following = run + block_size  # anchors and the labels of the last one
-    tokens = torch.zeros(count, following, dtype=torch.long)
-    exists = torch.zeros(count, following, dtype=torch.bool)
-    left, right = torch.zeros(count, following), torch.zeros(count, following)
+    reach = run + block_size  # anchors and the labels of the last one
+    tokens = torch.zeros(count, reach, dtype=torch.long)
+    exists = torch.zeros(count, reach, dtype=torch.bool)
+    left, right = torch.zeros(count, reach), torch.zeros(count, reach)
     for i, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
         total = len(sequence.tokens)
         low, high = max(0, start - window), min(total, start + run - 1)
         offset = low - (start - window)
         taps[i, offset : offset + high - low] = sequence.taps[low:high].float()
         taps_mask[i, offset : offset + high - low] = True
+        after = sequence.tokens[low + 1 : high + 1].long()
+        following[i, offset : offset + len(after)] = after
         if hidden_size:
             last = sequence.taps[start : start + run + block_size - 1, -hidden_size:]
             final[i, : len(last)] = last.float()
-        end = min(total, start + following)
+        end = min(total, start + reach)
         tokens[i, : end - start] = sequence.tokens[start:end].long()
         exists[i, : end - start] = True
         interval = slice(start - sequence.first, end - sequence.first)
@@ -89,8 +94,9 @@ def make_batch(
 
     sampled = torch.tensor([s.sampled for s in sequences])[:, None].expand(count, run)
     return BlockBatch(
-        taps, taps_mask, final, tokens[:, :run], blocks(tokens), blocks(exists), blocks(left), blocks(right), sampled
-    )
+        taps, taps_mask, following, final, tokens[:, :run], blocks(tokens), blocks(exists), blocks(left),
+        blocks(right), sampled,
+    )  # fmt: skip
 
 
 def epoch_batches(

@@ -1,6 +1,7 @@
 """Tokens per target step on held-out answers, walked over what the target is known to say: no target forward needed."""
 
 from dataclasses import dataclass, field
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -32,25 +33,34 @@ class Walk:
         return [count / self.steps for count in self.joint] if self.steps else []
 
 
+@singledispatch
+def kept(objective: BlockObjective, batch: BlockBatch, generator: torch.Generator) -> torch.Tensor:
+    """`[A, K]`: which drafts after the anchors of one run are kept, each given that those before it are.
+
+    Under shared noise: those equal to what is known, with u = 0 in greedy answers and from each token's interval in
+    sampled ones. Drafters that are verified by another rule register theirs.
+    """
+    config, device = objective.drafter.config, objective.rows.device
+    spread = torch.rand(batch.f_left.shape, generator=generator).to(device)
+    u = (batch.f_left + spread * (batch.f_right - batch.f_left))[0]
+    noise = None
+    if config.coupling != "quantile":
+        noise = torch.randn(*u.shape, config.target_hidden_size, generator=generator).to(device)
+    return draft_run(objective, batch, u, noise) == batch.labels[0]
+
+
 @torch.inference_mode()
 def walk_held_out(objective: BlockObjective, held_out: FeatureSource, seed: int) -> dict[bool, Walk]:
-    """Greedy answers (False) with u = 0, sampled ones (True) with noise from each token's interval: shared noise."""
+    """Greedy answers (False) and sampled ones (True)."""
     drafter = objective.drafter
     size, window, device = drafter.config.block_size, drafter.config.window, objective.rows.device
-    quantile = drafter.config.coupling == "quantile"
     walks = {sampled: Walk(joint=[0] * size) for sampled in (False, True)}
     generator = torch.Generator().manual_seed(seed)
     for index in range(len(held_out)):
         sequence = held_out[index]
         count = len(sequence.tokens) - sequence.first - 1
         batch = make_batch([sequence], [sequence.first], count, window, size).to(device)
-        spread = torch.rand(batch.f_left.shape, generator=generator).to(device)
-        u = (batch.f_left + spread * (batch.f_right - batch.f_left))[0]
-        noise = None
-        if not quantile:
-            noise = torch.randn(count, size, drafter.config.target_hidden_size, generator=generator).to(device)
-        drafted = draft_run(objective, batch, u, noise)
-        right = ((drafted == batch.labels[0]) & batch.labels_mask[0]).int().cumprod(-1).tolist()
+        right = (kept(objective, batch, generator) & batch.labels_mask[0]).int().cumprod(-1).tolist()
         walk, place = walks[sequence.sampled], 0
         while place < count:
             accepted = sum(right[place])

@@ -53,9 +53,7 @@ class FlashMapTrainer:
         self.tracker = run_log.tracker(config.report_to)
         self.accelerator = build_accelerator(config, self.tracker)
         device = self.accelerator.device
-        self.objective = BlockObjective(
-            drafter.to(device), embeddings.to(device), unembedding.to(device), config.position_decay, config.kl > 0
-        )
+        self.objective = self.build_objective(drafter.to(device), embeddings.to(device), unembedding.to(device))
         self.drafter = drafter
         self.named = {n: p for n, p in drafter.named_parameters() if p.requires_grad}
         self.optimisers = build_optimisers(list(self.named.values()), config, device)
@@ -65,6 +63,16 @@ class FlashMapTrainer:
         self.best_average: dict[str, torch.Tensor] = {}  # with patience only
         self.epoch = self.batch_in_epoch = self.step = self.blocks = self.without_better = 0
         self.seconds = self.score = self.best = 0.0
+
+    # what is particular to FlashMap
+
+    def build_objective(self, drafter: Any, embeddings: torch.Tensor, unembedding: torch.Tensor) -> BlockObjective:
+        return BlockObjective(drafter, embeddings, unembedding, self.config.position_decay, self.config.kl > 0)
+
+    @property
+    def final_size(self) -> int:
+        """D where the losses read the target's final hidden states, else 0."""
+        return self.drafter.config.target_hidden_size if self.config.kl else 0
 
     # one step
 
@@ -166,7 +174,7 @@ class FlashMapTrainer:
         return epoch_batches(
             self.source, epoch=self.epoch, seed=config.seed, runs=config.runs, run=config.run_length,
             window=model.window, block_size=model.block_size, skip=self.batch_in_epoch,
-            hidden_size=model.target_hidden_size if config.kl else 0,
+            hidden_size=self.final_size,
             process=self.accelerator.process_index, processes=self.accelerator.num_processes,
         )  # fmt: skip
 
