@@ -4,6 +4,7 @@ from transformers.models.auto import AutoConfig, AutoModel
 
 from flashmap_hf.candidates import FlashMapCandidateGenerator
 from flashmap_hf.compatibility import chat_template_differs, check_target
+from flashmap_hf.compiling import compile
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 from flashmap_hf.decoder import decoder
 from flashmap_hf.generation_config import FlashMapGenerationConfig
@@ -21,6 +22,7 @@ __all__ = [
     "Statistics",
     "chat_template_differs",
     "check_target",
+    "compile",
     "decoder",
     "record",
 ]

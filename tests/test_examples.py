@@ -282,6 +282,8 @@ LONGER = {"demo.py": 120, "gpu_check.py": 300}
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_examples_stay_short(name):
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < LONGER.get(name, 60)
+
+
 def test_batch_and_tree_equals_plain_row_by_row(run_example, folders, capsys):
     assert run_example("batch_and_tree.py", "Hi", "Say three words.", *folders, "--max-new-tokens", "6") == 0
     printed = capsys.readouterr().out
