@@ -203,9 +203,9 @@ def plan(proposals: Sequence[Proposals], outputs: Sequence[Any | None]) -> None:
     for p, claims, count in zip(proposals, ranked, counts, strict=True):
         # claims never rise within a source: what is kept of one is its beginning
         kept = [-k for _, k in claims[: count if most is None else min(count, most)]]
-        drafts = len(p.sizes)
-        p.sizes = [kept.count(k) for k in range(drafts)]
-        lengths = [kept.count(drafts + k) for k in range(len(p.branches))]
+        several = len(p.sizes)
+        p.sizes = [kept.count(k) for k in range(several)]
+        lengths = [kept.count(several + k) for k in range(len(p.branches))]
         p.branches = [(t[:n], j[:n]) for (t, j), n in zip(p.branches, lengths, strict=True) if n]
 
 
