@@ -321,7 +321,7 @@ def test_the_real_drafter_says_the_same(dtype: torch.dtype) -> None:
     for call in (one, inputs):
         for options in ({}, {"num_assistant_tokens": 4}, {"tree_size": 8}):
             config = flashmap_hf.FlashMapGenerationConfig(do_sample=False, max_new_tokens=16, **options)
-            if dtype is torch.float32:
+            if dtype is torch.float32 and options:  # without, each goes by its own measured cost: other steps
                 both_ways(target, drafter, compiled, **call, generation_config=config)
             found = target.generate(**call, generation_config=config, assistant_model=compiled)
             assert found.equal(target.generate(**call, do_sample=False, max_new_tokens=16))
