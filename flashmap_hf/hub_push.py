@@ -26,6 +26,7 @@ FILES = (
     "evaluate.svg",
     "benchmark_*.png",
     "benchmark_*.svg",
+    "custom_generate/generate.py",
 )
 REQUIRED = {  # file -> how to come by it
     "config.json": "pass a folder that `flashmap train` or `save_pretrained` wrote",

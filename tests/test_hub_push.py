@@ -154,6 +154,14 @@ def test_nothing_private_goes_to_a_public_repository(folder, hub, capsys):
     assert "upload_folder" not in [name for name, _ in hub.calls]
 
 
+def test_the_recipe_of_custom_generate_goes_along(folder, hub):
+    (folder / "custom_generate").mkdir()
+    for name in ("generate.py", "other.py"):
+        (folder / "custom_generate" / name).write_text("def generate(model, **kwargs): ...")
+    names = hub_push.check_folder(folder)
+    assert "custom_generate/generate.py" in names and "custom_generate/other.py" not in names
+
+
 def test_weights_in_parts_are_a_drafter_too(folder, hub):
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         (folder / name).write_bytes(b"x")
