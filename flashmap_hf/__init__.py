@@ -6,7 +6,7 @@ from flashmap_hf.candidates import FlashMapCandidateGenerator
 from flashmap_hf.compatibility import chat_template_differs, check_target
 from flashmap_hf.compiling import compile
 from flashmap_hf.configuration_flashmap import FlashMapConfig
-from flashmap_hf.decoder import decoder
+from flashmap_hf.doors import decoder
 from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.hook import install as _install
 from flashmap_hf.modeling_flashmap import FlashMapDrafter

@@ -210,7 +210,8 @@ class FlashMapCandidateGenerator(CandidateGenerator):
 
     def finite(self, logits: torch.Tensor) -> bool:
         """Whether the drafter works; if not, warn and leave it out for the rest of the call."""
-        finite = bool(logits.isfinite().all())
+        # NaN comes through both; `isfinite` over every logit is slow on a CPU
+        finite = bool(logits.amax().isfinite()) and bool(logits.amin().isfinite())
         self.working = self.working and finite  # another draft of the same step may take a finite path
         if not finite and not self.complaints:
             self.complaints.append(
@@ -260,7 +261,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             scores = row.new_full((1, self.vocab_size), -torch.inf).index_fill_(1, ids, 0.0)
             scores[0, ids] = row
             scores = processors(prefix, scores.to(input_ids.device))
-            if not bool(scores.isfinite().any()):
+            if not bool(scores.amax().isfinite()):
                 break  # nothing that the drafter knows is allowed here
             law = scores.softmax(-1)
             # confidence is the law's mode, not the drawn token's share: a block that stops depending on the token

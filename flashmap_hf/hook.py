@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 
 from flashmap_hf import compatibility
 from flashmap_hf.candidates import FlashMapCandidateGenerator
-from flashmap_hf.decoder import as_drafter, decode
+from flashmap_hf.doors import as_drafter, decode
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator
+from flashmap_hf.generation_config import MAX_NODES
 from flashmap_hf.ngrams import NGramIndex
 from flashmap_hf.pace import Pace, choose_rows, wants_draft_rows
 from flashmap_hf.tree import Level, TokenTree, best_first, from_paths, merge
@@ -93,7 +94,7 @@ class Proposals:
         return plain and self.trees and (asked or self.options.adaptive)
 
     def _lattice(self, input_ids: torch.Tensor, output: Any, size: int) -> TokenTree:
-        several = size * self.options.num_drafts
+        several = min(size * self.options.num_drafts, MAX_NODES)
         nodes = self.options.tree_size or (several if self.options.num_drafts > 1 else ADAPTIVE_NODES)
         logits = output.logits[0, :size].float()
         if not self.candidates.finite(logits):
@@ -193,16 +194,15 @@ def plan(proposals: Sequence[Proposals], outputs: Sequence[Any | None]) -> None:
             drafts, branches = (drafts, []) if better else ([], branches[:1])
         p.sizes, p.branches = [len(joint) for joint in drafts], p.branches[: len(branches)]
         sources.append([*drafts, *branches])
-    paces, most = [p.pace for p in proposals if p.pace is not None], proposals[0].options.tree_size
-    if not paces and most is None:
-        return
+    paces = [p.pace for p in proposals if p.pace is not None]
+    most = proposals[0].options.tree_size or MAX_NODES
     ranked = [sorted(((c, -k) for k, joint in enumerate(claims) for c in joint), reverse=True) for claims in sources]
     counts = [len(claims) for claims in ranked]
     if paces:
         counts = choose_rows(paces, [[c for c, _ in claims] for claims in ranked], any(p.drafted for p in proposals))
     for p, claims, count in zip(proposals, ranked, counts, strict=True):
         # claims never rise within a source: what is kept of one is its beginning
-        kept = [-k for _, k in claims[: count if most is None else min(count, most)]]
+        kept = [-k for _, k in claims[: min(count, most)]]
         several = len(p.sizes)
         p.sizes = [kept.count(k) for k in range(several)]
         lengths = [kept.count(several + k) for k in range(len(p.branches))]

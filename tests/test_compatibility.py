@@ -384,7 +384,7 @@ def test_every_processor_of_a_normal_call_is_pure():
             super().__init__(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashmap_hf.decoder.FlashMapCandidateGenerator", Spy)
+        patch.setattr("flashmap_hf.doors.FlashMapCandidateGenerator", Spy)
         target.generate(PROMPT, generation_config=config, assistant_model=tiny_drafter(target))
     assert len(seen) >= 15
     assert all(is_pure(processor) for processor in seen)

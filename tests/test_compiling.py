@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 import flashmap_hf
 from flashmap_hf import FlashMapDrafter, compiling, drafters, targets
 from flashmap_hf.compiling import StaticForward, as_drafter, before_readout
-from flashmap_hf.decoder import Decoder
+from flashmap_hf.doors import Decoder
 
 # float32: the padded pass and the exact one add the same terms in another order; inductor fuses them in a third.
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}

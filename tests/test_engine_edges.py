@@ -35,7 +35,7 @@ FREE = StepCost({1: 1.0, 2: 1.001, 3: 1.002, 5: 1.003, 9: 1.004, 17: 1.005}, 0.0
 
 @pytest.fixture
 def everything_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["flashmap_hf.decoder"], "cost_of", lambda *_, **__: FREE)
+    monkeypatch.setattr(sys.modules["flashmap_hf.doors"], "cost_of", lambda *_, **__: FREE)
 
 
 def generate(target: Any, drafter: Any, door: str, inputs: Any, options: dict[str, Any], **kwargs: Any) -> Any:
@@ -358,6 +358,18 @@ def test_the_size_of_a_tree_holds_for_sampled_drafts_too(size: int) -> None:
     proposals.look_up(text)
     plan([proposals], [output])
     assert 1 <= len(proposals.propose(text, output).tree) <= size
+
+
+@pytest.mark.parametrize("rule", ["rejection", "shared_noise"])
+def test_however_many_drafts_a_step_verifies_at_most_64_nodes(rule: str) -> None:
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=8, window=4)
+    options = {"adaptive": False, "num_drafts": 64, "verification": rule}
+    with flashmap_hf.record() as stats:
+        generate(
+            target, drafter, DOORS[0], random_prompt(7, 64, seed=3), options, do_sample=True, max_new_tokens=12
+        )  # fmt: skip
+    assert 32 * (stats.target_steps - 4) < stats.nodes <= 64 * (stats.target_steps - 1)
 
 
 # --- memory

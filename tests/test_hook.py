@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 
 import flashmap_hf
 from flashmap_hf import FlashMapCandidateGenerator, FlashMapDrafter
-from flashmap_hf.decoder import as_drafter
+from flashmap_hf.doors import as_drafter
 from flashmap_hf.hook import install
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("emission", "proposals"),
     ("collected",),
     ("decoding",),
-    ("decoder",),
+    ("doors",),
     ("hook",),
     ("__init__",),  # the public names; from here upwards `import flashmap_hf` is allowed
     ("drafters", "runs"),
