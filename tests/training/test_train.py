@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_target
+from conftest import fixed, tiny_target
 from peft import PeftModel
 from tokenizers import Tokenizer, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -119,7 +119,7 @@ def test_lora_trains_saves_loads_and_merges(place: Path, target: LlamaForCausalL
     plain = target.generate(prompt, max_new_tokens=12, do_sample=False)
     for drafter in (loaded, loaded.merge_and_unload(), FlashMapDrafter.from_pretrained(tmp_path / "lora" / "drafter")):
         with flashmap_hf.record() as stats:
-            found = target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=drafter)
+            found = target.generate(prompt, max_new_tokens=12, do_sample=False, assistant_model=fixed(drafter))
         assert torch.equal(found, plain) and stats.blocks > 0
     merged = FlashMapDrafter.from_pretrained(tmp_path / "lora" / "drafter", dtype=torch.float32).state_dict()
     original = FlashMapDrafter.from_pretrained(base, dtype=torch.float32).state_dict()

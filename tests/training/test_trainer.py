@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import fixed
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -106,7 +107,7 @@ def test_overfitting_one_answer_reaches_full_acceptance(
     assert trainer.measure()["held_out_tokens_per_step"] > 3.0
     drafter = trainer.load_average()
     with flashmap_hf.record() as stats:
-        output = target.generate(prompt, max_new_tokens=count, do_sample=False, assistant_model=drafter)
+        output = target.generate(prompt, max_new_tokens=count, do_sample=False, assistant_model=fixed(drafter))
     assert output[0, prompt.shape[1] :].tolist() == answers[0].response_ids
     assert stats.accepted == stats.drafted > 0
     # the prefill emits one token, each later step K + 1 until the last
@@ -310,7 +311,7 @@ def test_the_walk_equals_generate(
     prompt = torch.tensor([answers[2].prompt_ids])
     count = len(answers[2].response_ids)
     with flashmap_hf.record() as stats:
-        target.generate(prompt, max_new_tokens=count, do_sample=False, assistant_model=drafter)
+        target.generate(prompt, max_new_tokens=count, do_sample=False, assistant_model=fixed(drafter))
     assert 0 < stats.accepted < stats.drafted
     # the walk ends in a full block, generate at its last token: the accepted ones are counted on both sides
     assert walk.steps == stats.target_steps - 1
