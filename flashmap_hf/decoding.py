@@ -4,11 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.output_capturing import selected_hidden_states
@@ -32,8 +28,8 @@ class Noise:
         self.generator = generator
 
     def at(self, start: int, count: int) -> torch.Tensor:  # -> [count] in [0, 1)
-        missing = max(start + count - len(self.u), 0)
-        self.u = torch.cat([self.u, torch.rand(missing, dtype=torch.float64, generator=self.generator)])
+        if (missing := start + count - len(self.u)) > 0:
+            self.u = torch.cat([self.u, torch.rand(missing, dtype=torch.float64, generator=self.generator)])
         return self.u[start : start + count]
 
 

@@ -117,7 +117,7 @@ def decoder(drafter: Any, streamer: BaseStreamer | None = None, **options: Any) 
         drafter: a `FlashMapDrafter`, or one that peft or torch.compile has wrapped.
         streamer: `generate` keeps its own `streamer` from such a callable: give it here instead.
         options: fields of `FlashMapGenerationConfig` that concern drafting; what is not given comes from the drafter's
-            generation config.
+            generation config; what `generate` is given of them does not arrive here.
 
     Raises:
         ValueError: no drafter, or an option that is unknown or out of range; names it.

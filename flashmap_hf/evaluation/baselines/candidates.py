@@ -1,5 +1,6 @@
 """A candidate generator for drafters that name one position after the other, verified by transformers' own loop."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from flashmap_hf.evaluation.baselines.modeling import BaselineDrafter
 from flashmap_hf.verification import first_argmax
 
 
-class StepCandidates(CandidateGenerator):
+class StepCandidates(CandidateGenerator, ABC):
     """Drafts K tokens, fewer near the length limit; subclasses observe committed positions and give logits.
 
     As transformers' DFlash generator does, it draws each token from the call's processed law on its own prefix, and
@@ -40,13 +41,13 @@ class StepCandidates(CandidateGenerator):
     def observed_layers(self) -> list[int]:
         return list(self.drafter.config.tap_layers or [])
 
+    @abstractmethod
     def observe(self, taps: torch.Tensor, following: torch.Tensor) -> None:
         """Take newly committed positions. taps: `[1, n, N * D]`; following: `[1, n]`, the token after each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, k: int, token: torch.Tensor) -> torch.Tensor:
         """Draft logits `[N]` of position k, 0 to K - 1, in turn; token `[1]`: the one before it (k = 0: the anchor)."""
-        raise NotImplementedError
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:  # [1, n] -> [1, n, D]
         if (place := self.embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves

@@ -3,6 +3,7 @@
 The parts are FlashMap's own (context encoder, layers, head), so that only the way of drafting differs.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flashmap_hf.evaluation.baselines.configuration import BaselineConfig
 from flashmap_hf.head import DraftHead, unembedding_rows
 
 
-class BaselineDrafter(PreTrainedModel):
+class BaselineDrafter(PreTrainedModel, ABC):
     """A drafter bound to one target; subclasses hold the network."""
 
     config: BaselineConfig
@@ -34,6 +35,7 @@ class BaselineDrafter(PreTrainedModel):
         if isinstance(module, DraftHead):
             nn.init.ones_(module.readout_scale)
 
+    @abstractmethod
     def endpoints(
         self,
         taps: torch.Tensor,
@@ -54,17 +56,16 @@ class BaselineDrafter(PreTrainedModel):
         Returns:
             `[S * A, K, D]`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def candidates(
         self, target: PreTrainedModel, generation_config: GenerationConfig, logits_processor: LogitsProcessorList
     ) -> CandidateGenerator:
         """The candidate generator of one `generate` call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_values(self, context: int) -> int:
         """How many numbers are kept per request after `context` tokens, from one pass to the next."""
-        raise NotImplementedError
 
     def rows(self, target: PreTrainedModel) -> torch.Tensor:  # [N, D]
         """The target's unembedding rows of the draft vocabulary, on this drafter's device and in its dtype."""
