@@ -20,6 +20,7 @@ from transformers.generation import (
 
 from flashmap_hf.compatibility import is_pure
 from flashmap_hf.conditioning import ContextWindow, stacked, tap
+from flashmap_hf.few_rows import FewRows, faster_counts
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
@@ -107,6 +108,9 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         self.working = True  # False after non-finite draft logits
         self.complaints: list[str] = []  # of the call: shared by the rows of a batch
         self.rows = self._readout_rows()
+        self.products = FewRows(drafter)
+        if self.rows is not None:
+            faster_counts(self.rows)  # `linear` of the head finds it
         self.greedy_noise: torch.Tensor | None = None
         self.generator: torch.Generator | None = None  # None: torch's global one
 
@@ -348,7 +352,8 @@ def drafter_pass(
     if (place := embeddings.weight.device).type != "meta":  # offloaded modules fetch their input themselves
         anchors = anchors.to(place)
     taps, mask = stacked([row.context for row in rows])
-    return drafter(
-        taps, embeddings(anchors).to(device), rows=first.rows, u=u, noise=gaussian, mask=mask,
-        num_steps=first.options.num_steps,
-    )  # fmt: skip
+    with first.products.applied():
+        return drafter(
+            taps, embeddings(anchors).to(device), rows=first.rows, u=u, noise=gaussian, mask=mask,
+            num_steps=first.options.num_steps,
+        )  # fmt: skip

@@ -149,12 +149,14 @@ def same(prompt: Record) -> str:
 
 
 def step_cost(record: Record) -> Record:
-    """Of `flashmap_hf.evaluation.step_cost`: one row per dtype."""
+    """Of `flashmap_hf.evaluation.step_cost`: per dtype one row for torch's own products and one for the engine's."""
     counts = sorted({row["tokens"] for result in record["results"] for row in result["rows"]})
     rows = []
     for result in record["results"]:
-        cost = {row["tokens"]: row["plain_steps"] for row in result["rows"]}
-        rows.append([result["dtype"], *(number(cost.get(count)) for count in counts)])
+        for key, label in (("plain_steps", ""), ("engine_plain_steps", ", in the engine")):
+            cost = {row["tokens"]: row[key] for row in result["rows"] if key in row}
+            if cost:
+                rows.append([result["dtype"] + label, *(number(cost.get(count)) for count in counts)])
     head = ["dtype", *(f"{count} token{'s' if count > 1 else ''}" for count in counts)]
     return {"where": where(record), "table": table(head, rows)}
 

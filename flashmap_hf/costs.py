@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from flashmap_hf.few_rows import FewRows
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -120,11 +122,17 @@ def measure_cost(
     if not cache.is_croppable:
         raise ValueError(f"The cache of {type(target).__name__} cannot be rolled back: it has no cost of n tokens.")
     cache.activate_past_recording()
+    products = FewRows(target)
+
+    def forward(n: int) -> None:
+        with products.applied():
+            target(ids(context, n), cache=cache, use_cache=True)
+
     forwards: dict[int, list[float]] = {n: [] for n in sizes}
     drafts: list[float] = []
     for round_index in range(rounds + 1):
         for n in sizes:
-            taken = seconds(partial(target, ids(context, n), cache=cache, use_cache=True))
+            taken = seconds(partial(forward, n))
             cache.crop(-n)
             forwards[n] += [taken] if round_index else []
         if drafter_pass is not None:

@@ -6,6 +6,7 @@ A transition, where the drafter has one, biases a position's logits by the token
 import torch
 from torch import nn
 
+from flashmap_hf import few_rows
 from flashmap_hf.configuration_flashmap import FlashMapConfig
 
 
@@ -145,4 +146,4 @@ class DraftHead(nn.Module):
         if self.low_rank:
             return self.up(self.down(scaled))
         assert rows is not None
-        return nn.functional.linear(scaled, rows)
+        return few_rows.linear(scaled, rows)

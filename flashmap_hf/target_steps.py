@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import (
 )
 from transformers.utils import ModelOutput
 
+from flashmap_hf.few_rows import FewRows
 from flashmap_hf.tree import TokenTree
 
 MASKED_ATTENTION = ("sdpa", "eager")  # they take a mask of four dimensions as it is
@@ -111,6 +112,7 @@ class TargetSteps:
         self.fed = 0  # places of the last forward, the prefill excepted
         self.open = False  # whether the cache holds places of it that nobody has decided about
         self.call: Callable[..., ModelOutput] = target.__call__
+        self.products = FewRows(target)
         self.valid = torch.empty(0)  # [B, L] bool: the keys in the cache that count (batches only)
         self.next_position = torch.empty(0)  # [B]: of the anchor (batches only)
 
@@ -149,7 +151,7 @@ class TargetSteps:
     def forward(self, input_ids: Sequence[torch.Tensor], trees: Sequence[TokenTree]) -> ModelOutput:
         """Verify one tree per row. input_ids: `[1, T_r]` of each; logits of all `1 + N` places come back."""
         self.fed = 1 + max(len(tree) for tree in trees)
-        with self.target._optimize_model_for_decode():
+        with self.target._optimize_model_for_decode(), self.products.applied():
             if not self.ragged and trees[0].is_chain:
                 tokens = torch.tensor(trees[0].tokens, dtype=torch.long, device=input_ids[0].device)
                 outputs = self._chain(input_ids[0], tokens)

@@ -18,7 +18,7 @@ PACKAGE = "flashmap_hf"
 # modules may also import one another, without a cycle. Planned modules stand here before they exist.
 LAYERS: tuple[tuple[str, ...], ...] = (
     # These import nothing of ours.
-    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "markdown"),
+    ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "markdown", "few_rows"),
     ("tree", "ngrams", "costs"),
     ("devices", "prompts", "prompt_files", "options", "progress", "pace", "target_outline"),
     ("configuration_flashmap", "generation_config", "hub_errors"),

@@ -41,4 +41,5 @@ def test_every_count_is_measured_in_plain_steps(tmp_path: Path) -> None:
     for row in result["rows"]:
         assert row["ms_quartiles"][0] <= row["ms"] <= row["ms_quartiles"][1]
         assert row["plain_steps"] == row["ms"] / plain
+        assert row["engine_plain_steps"] == row["engine_ms"] / plain
     assert record["provenance"]["versions"]["torch"] == torch.__version__
