@@ -78,8 +78,8 @@ class FewRows:
         if any("forward" in vars(module) or module._compiled_call_impl is not None for module in modules):
             return
         for module in modules:
-            if type(module) is nn.Linear and faster_counts(module.weight):
-                self.forwards.append((module, partial(_forward, module)))
+            if type(module) is nn.Linear and (counts := faster_counts(module.weight)):
+                self.forwards.append((module, partial(_forward, module, counts)))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -93,8 +93,9 @@ class FewRows:
                 vars(layer).pop("forward", None)  # another thread may have been here
 
 
-def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, layer.weight, layer.bias)
+def _forward(layer: nn.Linear, counts: frozenset[int], x: torch.Tensor) -> torch.Tensor:
+    product = transposed_product if x.numel() // x.shape[-1] in counts else nn.functional.linear
+    return product(x, layer.weight, layer.bias)
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
