@@ -9,8 +9,6 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from flashmap_hf.compare import Comparison, Difference, PromptComparison, Show, Spread
 
-DRAFTER_GOAL = 0.20  # of a plain target step: above it a block must accept more before it pays
-
 
 def show_text(tokenizer: PreTrainedTokenizerBase) -> Show:
     """For `compare(show=...)`: print each warm-up under a heading."""
@@ -60,7 +58,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%} (goal: {DRAFTER_GOAL:.0%})"
+    return "-" if value is None else f"{value:.0%}"
 
 
 def identity(identical: bool | None, difference: Difference | None) -> str:

@@ -34,7 +34,7 @@ def check_target(
     if target._is_stateful:
         raise ValueError(
             f"{type(target).__name__} has a recurrent state, which cannot be rolled back to the accepted tokens: "
-            "generate without assistant_model."
+            "generate without the drafter."
         )
     text = target.config.get_text_config()
     facts: list[tuple[str, Any, Any]] = [
@@ -65,11 +65,11 @@ def check_call(config: GenerationConfig, custom_generate: Any = None) -> None:
     """
     if callable(custom_generate):
         raise ValueError(
-            "custom_generate is a decoding loop of its own and would not use the drafter: drop it or assistant_model."
+            "custom_generate is a decoding loop of its own and would not use the drafter: drop it or the drafter."
         )
     if (config.num_beams or 1) > 1:
         raise ValueError(
-            f"num_beams={config.num_beams} cannot be combined with a drafter: drop num_beams or assistant_model."
+            f"num_beams={config.num_beams} cannot be combined with a drafter: drop num_beams or the drafter."
         )
     if config.use_cache is False:
         raise ValueError(
@@ -86,11 +86,11 @@ def check_call(config: GenerationConfig, custom_generate: Any = None) -> None:
         "speculation_type",
     ):
         if getattr(config, name, None) not in (None, False):
-            raise ValueError(f"{name} selects another decoding method: drop {name} or assistant_model.")
+            raise ValueError(f"{name} selects another decoding method: drop {name} or the drafter.")
     if config.assistant_ensemble_weight is not None:
         raise ValueError("assistant_ensemble_weight trades the target's law for speed; a drafter keeps it: drop it.")
     if config.cache_implementation == "paged":
-        raise ValueError("cache_implementation='paged' decodes many prompts at once: drop it or assistant_model.")
+        raise ValueError("cache_implementation='paged' decodes many prompts at once: drop it or the drafter.")
 
 
 def check_inputs(batch_size: int, length: int, streamer: Any, synced_gpus: bool, model_kwargs: dict[str, Any]) -> None:
@@ -103,8 +103,10 @@ def check_inputs(batch_size: int, length: int, streamer: Any, synced_gpus: bool,
         raise ValueError(
             f"A streamer takes one sequence, not {batch_size}: drop streamer, or call generate once per row."
         )
-    if length == 0 or model_kwargs.get("inputs_embeds") is not None:
+    if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds cannot be combined with a drafter: pass input_ids alone.")
+    if length == 0:
+        raise ValueError("input_ids is empty: a drafter needs a prompt of at least one token.")
     if synced_gpus:
         raise ValueError(
             "synced_gpus=True cannot be combined with a drafter: ranks would accept different numbers of tokens."
@@ -117,7 +119,7 @@ def check_inputs(batch_size: int, length: int, streamer: Any, synced_gpus: bool,
     if cache.layers and (any(cache.is_linear) or not cache.is_croppable):
         raise ValueError(
             f"{type(cache).__name__} cannot be rolled back (recurrent state, quantised, or a static sliding window): "
-            "use cache_implementation='dynamic', or generate without assistant_model."
+            "use cache_implementation='dynamic', or generate without the drafter."
         )
 
 
@@ -134,7 +136,7 @@ def check_batch(
     if obstacle is not None:
         raise ValueError(
             f"A batch of {batch_size} rows cannot be drafted for: {obstacle}. Call generate once per row, or without "
-            "assistant_model."
+            "the drafter."
         )
     if model_kwargs["cache"].get_seq_length() > 0:
         raise ValueError("A cache of an earlier turn cannot be combined with a batch and a drafter: go on row by row.")
@@ -142,7 +144,7 @@ def check_batch(
     if foreign:
         raise ValueError(
             f"{type(foreign[0]).__name__} may keep state of a whole batch, whose rows advance at their own speed here: "
-            "call generate once per row, or without assistant_model."
+            "call generate once per row, or without the drafter."
         )
 
 

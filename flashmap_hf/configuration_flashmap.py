@@ -21,6 +21,7 @@ class FlashMapConfig(PreTrainedConfig):
         tokenizer_size: ids that the tokenizer has; larger ids are never proposed. None: not known, all of `vocab_size`.
         tokenizer_hash: hash of the tokenizer's vocabulary (`fingerprints.vocabulary_hash`).
         chat_template_hash: hash of the chat template used in training (`fingerprints.chat_template_hash`).
+        bos_token_id, eos_token_id, pad_token_id: the target's; `pipeline(assistant_model=...)` compares them.
 
     What it sees and proposes:
 
@@ -54,6 +55,9 @@ class FlashMapConfig(PreTrainedConfig):
     tokenizer_size: int | None = None
     tokenizer_hash: str | None = None
     chat_template_hash: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     tap_layers: list[int] | None = None
     window: int = 16

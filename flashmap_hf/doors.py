@@ -14,6 +14,7 @@ from flashmap_hf.costs import StepCost, cost_of
 from flashmap_hf.decoding import generate_with_drafter
 from flashmap_hf.generation_config import DraftOptions, FlashMapGenerationConfig
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.proposals import no_lattice
 from flashmap_hf.statistics import Recorder
 from flashmap_hf.target_steps import frequency_change, last_length, mask_obstacle
 
@@ -52,20 +53,30 @@ def decode(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
         )
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
-        steps = (tokens.shape[1] - length) * batch_size
+        steps = _emitted(tokens[:, length:], generation_config)
         Recorder(target.device).add(calls=1, plain_calls=1, committed=steps, target_steps=steps)
         return result
     obstacle = mask_obstacle(target, model_kwargs["cache"], model_kwargs)
     compatibility.check_batch(batch_size, obstacle, logits_processor, model_kwargs)
-    if obstacle is not None and (options.tree_size is not None or options.num_drafts > 1):
-        warnings.warn(f"Drafting a chain, not a tree: {obstacle}.", stacklevel=4)
     candidates = FlashMapCandidateGenerator(drafter, target, generation_config, logits_processor, options)
+    tree = options.tree_size is not None or options.num_drafts > 1
+    if tree and (reason := obstacle or no_lattice(candidates)) is not None:
+        warnings.warn(f"Drafting a chain, not a tree: {reason}.", stacklevel=4)
     candidates.max_length = min(candidates.max_length, last_length(target, length, model_kwargs))
     cost = calibrated(candidates) if options.adaptive else None
     return generate_with_drafter(
         target, input_ids, candidates, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
         trees=obstacle is None, cost=cost,
     )  # fmt: skip
+
+
+def _emitted(new: torch.Tensor, config: GenerationConfig) -> int:  # [B, n]
+    """How many tokens a batch emitted: what follows an end token is padding."""
+    ends: Any = config._eos_token_tensor
+    if ends is None:
+        return new.numel()
+    ended = torch.isin(new, ends.to(new.device)).int()
+    return int((ended.cumsum(-1) - ended == 0).sum())
 
 
 def calibrated(candidates: FlashMapCandidateGenerator) -> StepCost:

@@ -64,6 +64,10 @@ class FlashMapGenerationConfig(GenerationConfig):
         self.seed = seed
 
 
+# What `generate(assistant_model=drafter)` also takes as keywords; the others of `DraftOptions` it knows itself.
+OWN_OPTIONS = ("verification", "num_steps", "adaptive", "tree_size", "num_drafts", "draft_ngrams", "seed")
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """What one call asks of the drafter, resolved.

@@ -15,7 +15,7 @@ from transformers.generation import GenerationMixin
 from flashmap_hf import compatibility
 from flashmap_hf.candidates import FlashMapCandidateGenerator
 from flashmap_hf.doors import as_drafter, decode
-from flashmap_hf.generation_config import DraftOptions
+from flashmap_hf.generation_config import OWN_OPTIONS, DraftOptions
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 
 _options: ContextVar[DraftOptions | None] = ContextVar("flashmap_options", default=None)
@@ -53,6 +53,9 @@ def _wrap_generate(original: Any) -> Any:
             drafter.config.block_size,
             drafter.config.num_steps,
         )
+        # those of ours are read; `generate` would take them for typing errors
+        keywords = {name: value for name, value in keywords.items() if name not in OWN_OPTIONS}
+        bound.arguments["kwargs"] = keywords
         merged, _ = self._prepare_generation_config(call, **keywords)
         compatibility.check_call(merged, bound.arguments.get("custom_generate"))
         token = _options.set(options)

@@ -281,6 +281,7 @@ def config_for_target(
         "target_hidden_size": width,
         "target_num_layers": layers,
         "vocab_size": text.vocab_size,
+        **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "tap_layers": default_tap_layers(layers),
         "hidden_size": width,
         "intermediate_size": (8 * width // 3 + 63) // 64 * 64,

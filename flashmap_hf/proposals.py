@@ -89,7 +89,7 @@ class Proposals:
     @property
     def _whole_tree(self) -> bool:
         """Whether the lattice is read as a tree; processors that change an argmax are walked along one chain only."""
-        plain = not self.candidates.argmax_processors and not self.options.assistant_confidence_threshold
+        plain = no_lattice(self.candidates) is None
         asked = self.options.tree_size is not None or self.options.num_drafts > 1
         return plain and self.trees and (asked or self.options.adaptive)
 
@@ -170,6 +170,17 @@ class Proposals:
         """Tell the pace what came of a step over `rows` sequences with `width` drafted places each."""
         if self.pace is not None:
             self.pace.observe(sorted(draft.tree.joint, reverse=True), accepted, self.drafted, rows, width)
+
+
+def no_lattice(candidates: FlashMapCandidateGenerator) -> str | None:
+    """Why a tree that was asked for would be one chain; None where it is a tree."""
+    if candidates.rule == "rejection":
+        return None  # its trees are made of several drafts
+    if candidates.options.assistant_confidence_threshold:
+        return "assistant_confidence_threshold ends one path"
+    for processor in candidates.argmax_processors:
+        return f"{type(processor).__name__} is applied along one path"
+    return None
 
 
 def wanting(proposals: Sequence[Proposals]) -> list[int]:

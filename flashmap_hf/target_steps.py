@@ -129,7 +129,7 @@ class TargetSteps:
         if not self.cache.is_croppable:
             raise ValueError(
                 f"The cache of {type(self.target).__name__} cannot be rolled back (a recurrent state): "
-                "generate without assistant_model."
+                "generate without the drafter."
             )
         # only now: recording during the prefill would keep what a sliding window is there to drop
         self.cache.activate_past_recording()

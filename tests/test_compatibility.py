@@ -171,7 +171,7 @@ RECURRENT = {
 def test_recurrent_targets_are_refused(family):
     target = AutoModelForCausalLM.from_config(RECURRENT[family]).eval()
     drafter = make(FlashMapDrafter, target)
-    refused(target, drafter, f"{type(target).__name__}.*recurrent state.*without assistant_model", PROMPT)
+    refused(target, drafter, f"{type(target).__name__}.*recurrent state.*without the drafter", PROMPT)
 
 
 ENCODER_DECODERS = {

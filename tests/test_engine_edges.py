@@ -389,3 +389,39 @@ def test_the_prompt_is_tapped_no_further_than_the_window(monkeypatch: pytest.Mon
         target, drafter, DOORS[0], random_prompt(100, 64, seed=3), MODES["chain"], do_sample=False, max_new_tokens=8
     )
     assert max(widths) == 6
+
+
+# --- what a call says of itself
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"assistant_confidence_threshold": 0.3}, "assistant_confidence_threshold ends one path"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor is applied along one path"),
+    ],
+)
+def test_a_tree_that_would_be_a_chain_says_why(settings: dict[str, Any], reason: str) -> None:
+    target = tiny_target("llama")
+    inputs = random_prompt(7, 64, seed=3)
+    plain = target.generate(**inputs, max_new_tokens=12, do_sample=False, **settings)
+    config = FlashMapGenerationConfig(tree_size=8, max_new_tokens=12, do_sample=False, **settings)
+    with pytest.warns(UserWarning, match=f"Drafting a chain, not a tree: {reason}"):
+        ours = target.generate(**inputs, generation_config=config, assistant_model=tiny_drafter(target))
+    assert torch.equal(ours, plain)
+
+
+def test_a_plain_call_does_not_count_the_padding_of_its_rows() -> None:
+    target = tiny_target("llama")
+    inputs = {name: value.repeat(3, 1) for name, value in random_prompt(7, 64, seed=3).items()}
+    inputs["input_ids"][1, 3], inputs["input_ids"][2, 3] = 11, 12
+    free = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, 7:].tolist()
+    end = free[0][4]
+    expected = sum(row.index(end) + 1 if end in row else len(row) for row in free)
+    assert expected < 36
+    with pytest.warns(UserWarning, match="meta device"), flashmap_hf.record() as stats:
+        target.generate(
+            **inputs, max_new_tokens=12, do_sample=False, eos_token_id=end, pad_token_id=0,
+            assistant_model=tiny_drafter(target).to("meta"),
+        )  # fmt: skip
+    assert (stats.plain_calls, stats.committed, stats.target_steps) == (1, expected, expected)

@@ -35,7 +35,13 @@ def reckon(config: TrainConfig) -> None:
 
 
 def described(path: Path) -> FlashMapConfig:
-    """The configuration in a file or folder."""
+    """The configuration in a file or folder, or of a drafter on the Hub.
+
+    Raises:
+        OSError: there is no such file, or it is no drafter's.
+    """
+    if path.suffix == ".json" and not path.is_file():
+        raise OSError(f"--config {path}: there is no such file here; give the path from the current folder.")
     folder = path.parent if path.is_file() else path
     with explained(folder, {}):
         return FlashMapConfig.from_pretrained(folder)
