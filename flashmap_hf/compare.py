@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,9 +193,15 @@ def compare(
         check_length(target, ids["input_ids"].shape[1], settings.max_new_tokens)
     results = []
     for name, ids in inputs.items():
+        seconds = 0.0
         for side, assistant in (("plain", None), ("FlashMap", drafter)):
             streamer = show(name, side) if show else None
-            run(target, ids, settings.generation_config(), settings.seed, assistant_model=assistant, streamer=streamer)
+            seconds += run(
+                target, ids, settings.generation_config(), settings.seed, assistant_model=assistant, streamer=streamer
+            ).seconds
+        if show:
+            remark = f"{name}: timing {rounds} round(s) of both, {rounds * seconds:.0f} s or less"
+            print(remark, file=sys.stderr, flush=True)
         measured = measure(target, drafter, ids, settings, rounds, prompt_lookup_tokens)
         text = str(tokenizer.decode(measured.flashmap[-1].tokens, skip_special_tokens=True))
         results.append(PromptComparison(name=name, prompt=prompts[name], text=text, **measured.summary()))
