@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -92,7 +91,7 @@ def measure_cost(
     rounds: int = 3,
     context: int = 64,
 ) -> StepCost:
-    """Medians of `rounds` interleaved rounds after one that warms up; seconds.
+    """The shortest of `rounds` interleaved rounds after one that warms up: other programs only ever add; seconds.
 
     The forwards run over made-up tokens, behind a cache of `context` of them that is rolled back each time. A target
     with few positions is measured with what fits. Hooks on the models see these forwards.
@@ -138,8 +137,7 @@ def measure_cost(
         if drafter_pass is not None:
             taken = seconds(drafter_pass)
             drafts += [taken] if round_index else []
-    draft = statistics.median(drafts) if drafts else 0.0
-    return StepCost({n: statistics.median(values) for n, values in forwards.items()}, draft)
+    return StepCost({n: min(values) for n, values in forwards.items()}, min(drafts, default=0.0))
 
 
 # No state of a call: only measurements, so that repeated calls decide by the same table. They go with their models.
