@@ -136,7 +136,7 @@ def test_the_messages_in_troubleshooting_are_those_of_the_package() -> None:
 
 
 def test_the_options_in_the_readme_are_options() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| option | where")[1].split("\n\n")[0]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("| option | what")[1].split("\n\n")[0]
     options = re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)
     assert len(options) >= 4
     assert [name for name in options if f"    {name}: " not in SOURCES] == []

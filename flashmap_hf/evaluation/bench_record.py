@@ -97,6 +97,7 @@ def against_baselines(
 ) -> list[dict[str, Any]]:
     """FlashMap, one step, beside each trained baseline: who is ahead in tokens per step, and by how much."""
     parameters = {method.name: method.footprint.parameters for method in methods}
+    blocks = {method.name: method.details.get("drafter", {}).get("blocks") for method in methods}
     rows = []
     for name in (name for name in BASELINES if name in summed):
         ours, theirs = (summed[n]["overall"]["tokens_per_step"] for n in (FLASHMAP, name))
@@ -108,6 +109,8 @@ def against_baselines(
                 "baseline_tokens_per_step": theirs,
                 "ratio": ours / theirs,
                 "parameter_ratio": parameters[FLASHMAP] / parameters[name],
+                "flashmap_blocks": blocks[FLASHMAP],
+                "baseline_blocks": blocks[name],
                 "ahead": ours > theirs,
             }
         )

@@ -1,5 +1,7 @@
 """`benchmark.json` in sentences that say where FlashMap loses; and the tables on a terminal."""
 
+from typing import Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,8 @@ def verdicts(record: Record) -> list[str]:
         lines.append(f"FlashMap is **behind** {names[row['baseline']]}: {where}.")
     if record["against_baselines"] and not behind:
         lines.append("FlashMap is ahead of every trained baseline in tokens per target step.")
+    if record["against_baselines"]:
+        lines += training_of(record["against_baselines"])
     differ = [names[name] for name, group in record["drift"]["greedy"].items() if group["differ"]]
     if differ:
         fault = "which must not be" if record["dtype"] == "float32" else "which rounding can explain"
@@ -38,6 +42,20 @@ def verdicts(record: Record) -> list[str]:
     else:
         lines.append("Every greedy output is token for token that of plain decoding.")
     return lines
+
+
+def training_of(rows: list[Record]) -> list[str]:
+    """A sentence where the drafter and the baselines were not, or not knowingly, trained alike."""
+    pairs: set[tuple[Any, Any]] = {(row.get("flashmap_blocks"), row.get("baseline_blocks")) for row in rows}
+    if any(ours is None or theirs is None for ours, theirs in pairs):
+        return ["How long each was trained is not in the record: this compares drafters, not methods."]
+    if all(0.9 * theirs <= ours <= 1.1 * theirs for ours, theirs in pairs):
+        return []
+    ours, least = max(ours for ours, _ in pairs), min(theirs for _, theirs in pairs)
+    return [
+        f"They were **not trained equally**: the drafter saw {ours:,} blocks in its last run, a baseline {least:,}; "
+        "this compares drafters, not methods."
+    ]
 
 
 # --- on a terminal --------------------------------------------------------------------------------------------------

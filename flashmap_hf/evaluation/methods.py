@@ -1,5 +1,6 @@
 """The table of methods: each is a way to call `generate` on the same target, and what it asks for."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ Generate = Callable[[Inputs, FlashMapGenerationConfig, BaseStreamer], torch.Tens
 
 PLAIN, FLASHMAP, STOCK_LOOP = "plain", "flashmap", "flashmap_stock_loop"
 TREE_SIZE = 16  # nodes per verification
+TRAINING = "training.json"  # of `flashmap train` and `flashmap baselines`
 SHAPE = ("block_size", "num_hidden_layers", "head", "head_rank", "transition_rank", "draft_vocab_size", "window")
 BASELINES = {  # what `baselines.load` gives -> label
     "dflash": "DFlash (factorised block)",
@@ -199,6 +201,8 @@ def variant(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source:
 
 
 def details_of(source: str, drafter: PreTrainedModel) -> dict[str, Any]:
-    """The shape of a drafter, and which weights it has."""
+    """The shape of a drafter, which weights it has, and the blocks that the record beside them says it has seen."""
     shape = {name: getattr(drafter.config, name) for name in SHAPE}
-    return {"drafter": shape | {"weights": weights_identity(source, drafter)}}
+    record = Path(source) / TRAINING
+    blocks = json.loads(record.read_text(encoding="utf-8")).get("blocks") if record.is_file() else None
+    return {"drafter": shape | {"weights": weights_identity(source, drafter), "blocks": blocks}}

@@ -95,6 +95,7 @@ def test_curve_comparisons_and_costs(record):
         (t, name) for t in (0.0, 1.0) for name in ("dflash", "eagle", "medusa")
     ]
     assert all(row["ahead"] == (row["ratio"] > 1.0) for row in rows)
+    assert all({"flashmap_blocks", "baseline_blocks"} <= row.keys() for row in rows)
     for run in record["cost_model"]:
         assert [row["method"] for row in run["methods"]][:3] == ["prompt_lookup", "assistant", "early_exit"]
         assert all(abs(row["error"]) < 0.05 for row in run["methods"])  # but for ends of texts it adds up

@@ -117,6 +117,17 @@ def test_wins_are_said(finished):  # noqa: F811
     assert lines[-1] == "Every greedy output is token for token that of plain decoding."
 
 
+def test_unequal_training_is_said():
+    def rows(*pairs):
+        return [{"flashmap_blocks": ours, "baseline_blocks": theirs} for ours, theirs in pairs]
+
+    assert bench_verdict.training_of(rows((1000, 1000), (1000, 1050))) == []
+    (line,) = bench_verdict.training_of(rows((9000, 1000), (9000, 8500)))
+    assert "**not trained equally**" in line and "9,000 blocks" in line and "1,000" in line
+    (line,) = bench_verdict.training_of(rows((9000, None)))
+    assert "not in the record" in line
+
+
 def test_tables_are_rectangular_and_the_best_is_bold(finished):  # noqa: F811
     record = json.loads((finished / "benchmark.json").read_text())
     run = record["temperatures"][0]
