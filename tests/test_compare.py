@@ -209,7 +209,7 @@ def test_the_table_shows_every_number_in_80_columns(untrained):
     assert rows.keys() == {label.strip() for label in ROWS}
     first = results[0]
     assert f"{first.speedup.median:.2f} ({first.speedup.lowest:.2f}-{first.speedup.highest:.2f})" in rows["speed-up"]
-    assert rows["of a plain step"].count(f"{first.drafter_share:.0%} (goal: 20%)") >= 2
+    assert rows["of a plain step"].count(f"{first.drafter_share:.0%}") >= 2
     assert rows["identical"].split() == ["identical", "yes", "yes", "yes"]
     assert rows["tokens/target step"].split()[2:] == [f"{result.tokens_per_step:.2f}" for result in results]
 
