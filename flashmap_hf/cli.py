@@ -181,8 +181,9 @@ def generate_once(
     inputs = prompts.encode(target, tokenizer, prompt)
     prompts.check_length(target, inputs["input_ids"].shape[1], settings.max_new_tokens)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    if drafter is not None:  # what a process measures once is no part of the answer's time
-        run(target, inputs, settings.generation_config(max_new_tokens=1), settings.seed, assistant_model=drafter)
+    if drafter is not None:  # what a process measures once is no part of the answer's time; one token is prompt enough
+        short = {name: value[:, -1:] for name, value in inputs.items()}
+        run(target, short, settings.generation_config(max_new_tokens=1), settings.seed, assistant_model=drafter)
     with record() as stats:
         done = run(
             target, inputs, settings.generation_config(), settings.seed, assistant_model=drafter, streamer=streamer

@@ -1,6 +1,7 @@
 """Options of one `generate` call, and where each comes from."""
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, get_args
 
 from transformers import GenerationConfig
@@ -65,7 +66,7 @@ class FlashMapGenerationConfig(GenerationConfig):
 
 
 # What `generate(assistant_model=drafter)` also takes as keywords; the others of `DraftOptions` it knows itself.
-OWN_OPTIONS = ("verification", "num_steps", "adaptive", "tree_size", "num_drafts", "draft_ngrams", "seed")
+OWN_OPTIONS = tuple(name for name in signature(FlashMapGenerationConfig).parameters if name != "kwargs")
 
 
 @dataclass(frozen=True)

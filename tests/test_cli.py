@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,16 @@ def answer_of(capsys, *arguments: str) -> dict:
     """The one JSON object on stdout."""
     assert main(["generate", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_measured_once_is_no_part_of_the_answer(folders, tmp_path, capsys):
+    """An adaptive drafter's first call runs forwards that measure what forwards cost."""
+    drafter = shutil.copytree(folders[3], tmp_path / "drafter")
+    options = json.loads((drafter / "generation_config.json").read_text())
+    (drafter / "generation_config.json").write_text(json.dumps(options | {"adaptive": True}))
+    answer = answer_of(capsys, "Hi", *folders[:2], "--drafter", str(drafter), "--max-new-tokens", "6")
+    assert answer["tokens_per_step"] >= 1.0
+    assert answer["statistics"]["calls"] == 1
 
 
 def complaint(capsys, *arguments: str) -> str:

@@ -301,6 +301,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--gpu", "L4", "--tokens", "0"], "tokens=0: must be"),
         (["--gpu", "L4", "--lora", "8", "--drafter", "x/y"], "leave out --lora"),
         (["--gpu", "L4", "--config", "x", "--layers", "2"], "--config describes the drafter: leave out --layers"),
+        (
+            ["--gpu", "L4", "--config", "no-recipe/config.json"],
+            "--config no-recipe/config.json: there is no such file here",
+        ),
         (["--gpu", "L4", "--config", "/no/such/folder"], "cannot be loaded: there is no such folder"),
         (["--gpu", "L4", "--target", "/no/such/folder"], "the configuration of target '/no/such/folder'"),
     ],
