@@ -34,7 +34,7 @@ from flashmap_hf.runs import Settings
 
 RESULT, PARTIAL = "benchmark.json", "benchmark.partial.jsonl"
 FULL = {"max_new_tokens": 128, "turns": 2, "rounds": 3, "limit": None}
-QUICK = {"max_new_tokens": 48, "turns": 1, "rounds": 2, "limit": 3}
+QUICK = {"max_new_tokens": 32, "turns": 1, "rounds": 2, "limit": 3}
 # options that the record has in another form, or that are names of this machine
 NOT_MEASURED = ("out", "prompts", "drafter", "target", "dtype", "baselines", "assistant", "variants")
 
@@ -51,14 +51,14 @@ class Options:
     drafter: str | None = option(None, "folder or Hub id (default: the one trained for the embedded target)")
     target: str = option(targets.SMOLLM2.name, "an embedded target, a folder or a Hub id")
     out: Path | None = option(None, "folder for benchmark.json and the plots (default: the drafter's)")
-    quick: bool = option(False, "a few prompts, first turns, 48 tokens, 2 greedy rounds and 1 sampled: minutes")
+    quick: bool = option(False, "a few prompts, first turns, 32 tokens, 2 greedy rounds and 1 sampled: minutes")
     baselines: Path | None = option(None, "folder of the trained baselines, as `flashmap baselines` writes it")
     assistant: str | None = option(None, "a small language model for stock assisted generation, folder or Hub id")
     early_exit: int | None = option(None, "also draft with so many of the target's own layers, if it is trained to")
     variants: list[str] = option(factory=list, help="further FlashMap drafters, as other depths, heads, block sizes")
     prompt_lookup_tokens: int = option(10, "drafted by stock prompt lookup")
     temperatures: list[float] = option(factory=lambda: [0.0, 1.0], help="0 is greedy")
-    max_new_tokens: int | None = option(None, "per prompt (default: 128; quick: 48)")
+    max_new_tokens: int | None = option(None, "per prompt (default: 128; quick: 32)")
     turns: int | None = option(None, "of a conversation, at most (default: 2; quick: 1)")
     rounds: int | None = option(None, "of every method on every prompt (default: 3; quick: 2, sampled 1)")
     limit: int | None = option(None, "at most so many prompts, in turn from every category (default: all; quick: 3)")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from flashmap_hf.evaluation import claims, cost_model, drift, memory
 from flashmap_hf.evaluation.bench_prompts import Item
 from flashmap_hf.evaluation.bench_summary import curve, summarise
-from flashmap_hf.evaluation.methods import BASELINES, FLASHMAP, PLAIN, Method
+from flashmap_hf.evaluation.methods import BASELINES, EQUAL, FLASHMAP, PLAIN, Method
 from flashmap_hf.evaluation.paired import Bench, Measurement, dtype_name
 from flashmap_hf.runs import Settings
 
@@ -60,8 +60,10 @@ def build(measured: Measured, low: tuple[PreTrainedModel, PreTrainedModel] | Non
     ]
     drifts["low_precision"] = low and drift.low_precision(*low, prompts, greedy, measured.bench.results)
     differing = {PLAIN: 0} | {name: group["differ"] for name, group in drifts["greedy"].items()}
-    sizes = {m.name: m.options["num_assistant_tokens"] for m in measured.methods if m.once}
-    first = temperatures[0]
+    once = [m for m in measured.methods if m.once]
+    sizes = {m.name: m.options["num_assistant_tokens"] for m in once if "num_assistant_tokens" in m.options}
+    shapes = {name: name for name in (FLASHMAP, *(m.name for m in once if m.name not in sizes))}
+    first_round = [r for r in measured.at(temperatures[0]) if r.round == 0]
     return {
         "seconds": sum(result.seconds for result in measured.bench.results),
         "sessions": len({result.session for result in measured.bench.results}),
@@ -75,7 +77,8 @@ def build(measured: Measured, low: tuple[PreTrainedModel, PreTrainedModel] | Non
         "temperatures": [{"temperature": t, "methods": summed[t]} for t in temperatures],
         "against_baselines": [row for t in temperatures for row in against_baselines(t, summed[t], methods)],
         "suffix": [row for t in temperatures for row in suffixes(t, summed[t])],
-        "k_curve": curve([r for r in measured.at(first) if r.round == 0], sizes),
+        "k_curve": curve(first_round, "block_size", sizes),
+        "variants": curve(first_round, "method", shapes) if len(shapes) > 1 else [],
         "drift": drifts,
         "cost_model": [{"temperature": t, "goal": cost_model.GOAL, "methods": checks[t]} for t in temperatures],
         "projections": [
@@ -83,10 +86,10 @@ def build(measured: Measured, low: tuple[PreTrainedModel, PreTrainedModel] | Non
             for t in temperatures
         ],
         "claims": claims.compared(
-            summed[first],
+            summed[temperatures[0]],
             [method.to_dict() for method in methods],
             differing,
-            {PLAIN: 1.0} | {row["method"]: row["expected"] for row in checks[first]},
+            {PLAIN: 1.0} | {row["method"]: row["expected"] for row in checks[temperatures[0]]},
         ),
         "slower_than_plain": [row for t in temperatures for row in slower_than_plain(t, measured)],
     }
@@ -95,21 +98,26 @@ def build(measured: Measured, low: tuple[PreTrainedModel, PreTrainedModel] | Non
 def against_baselines(
     temperature: float, summed: dict[str, dict[str, Any]], methods: Sequence[Method]
 ) -> list[dict[str, Any]]:
-    """FlashMap, one step, beside each trained baseline: who is ahead in tokens per step, and by how much."""
+    """FlashMap, one step, beside each trained baseline: who is ahead in tokens per step, and by how much.
+
+    It is the drafter that was trained with the baselines, where there is one, else the benchmark's own.
+    """
+    own = EQUAL if EQUAL in summed else FLASHMAP
     parameters = {method.name: method.footprint.parameters for method in methods}
     blocks = {method.name: method.details.get("drafter", {}).get("blocks") for method in methods}
     rows = []
     for name in (name for name in BASELINES if name in summed):
-        ours, theirs = (summed[n]["overall"]["tokens_per_step"] for n in (FLASHMAP, name))
+        ours, theirs = (summed[n]["overall"]["tokens_per_step"] for n in (own, name))
         rows.append(
             {
                 "temperature": temperature,
                 "baseline": name,
+                "flashmap": own,
                 "flashmap_tokens_per_step": ours,
                 "baseline_tokens_per_step": theirs,
                 "ratio": ours / theirs,
-                "parameter_ratio": parameters[FLASHMAP] / parameters[name],
-                "flashmap_blocks": blocks[FLASHMAP],
+                "parameter_ratio": parameters[own] / parameters[name],
+                "flashmap_blocks": blocks[own],
                 "baseline_blocks": blocks[name],
                 "ahead": ours > theirs,
             }

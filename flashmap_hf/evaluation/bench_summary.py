@@ -1,7 +1,7 @@
 """Measurements -> the numbers of a method, over all prompts and by category, beside those of plain decoding."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -74,16 +74,17 @@ def median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def curve(results: Sequence[Measurement], sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Of the block sizes `sizes` (method -> K): what speed and acceptance each gives, by category, too."""
-    summed = summarise(results, [PLAIN, *sizes])
+def curve(results: Sequence[Measurement], label: str, points: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Speed and acceptance of each method in `points` (name -> what its row has as `label`), by category, too."""
+    summed = summarise(results, [PLAIN, *points])
     names = ("tokens_per_step", "tokens_per_second", "speedup")
     return [
         {
-            "block_size": size,
+            label: point,
             **{key: summed[name]["overall"][key] for key in names},
+            "positions": summed[name]["overall"]["positions"],
             "categories": {c: {k: group[k] for k in names} for c, group in summed[name]["categories"].items()},
         }
-        for name, size in sizes.items()
+        for name, point in points.items()
         if name in summed
     ]

@@ -123,16 +123,24 @@ def k_curve(record: Record) -> Rows:
     return ["K", "tokens per target step", "tokens/s", "speed-up", *categories], rows
 
 
-def variants(record: Record, run: Record) -> Rows:
-    """FlashMap drafters of other shapes, the benchmark's own first."""
-    shapes = {m["name"]: m["drafter"] for m in record["methods"] if m["name"].split(":")[0] == FLASHMAP}
-    keys = {"num_hidden_layers": "layers", "head": "head", "block_size": "K"}
+def variants(record: Record) -> Rows:
+    """FlashMap drafters of other shapes, the benchmark's own first; the last columns are tokens per target step."""
+    methods, points = {m["name"]: m for m in record["methods"]}, record["variants"]
+    keys = {
+        "num_hidden_layers": "layers",
+        "head": "head",
+        "block_size": "K",
+        "window": "window",
+        "blocks": "blocks seen",
+    }
+    categories = list(points[0]["categories"]) if points else []
     rows = []
-    for name, shape in shapes.items():
-        group = run["methods"][name]["overall"]
-        shown = [str(shape[key]) for key in keys]
-        rows.append([labels(record)[name], *shown, number(tokens_per_step(group)), number(speedup(group))])
-    return ["", *keys.values(), "tokens per target step", "speed-up"], rows
+    for point in points:
+        shape = methods[point["method"]]["drafter"]
+        shown = [labels(record)[point["method"]], *("-" if shape[key] is None else str(shape[key]) for key in keys)]
+        shown += [number(tokens_per_step(point)), number(speedup(point))]
+        rows.append(shown + [number(tokens_per_step(point["categories"][category])) for category in categories])
+    return ["", *keys.values(), "tokens per target step", "speed-up", *categories], rows
 
 
 def against_baselines(record: Record) -> Rows:

@@ -30,9 +30,10 @@ def verdicts(record: Record) -> list[str]:
     behind = [row for row in record["against_baselines"] if not row["ahead"]]
     for row in behind:
         where = f"{how(row['temperature'])}, {number(row['ratio'])} of its tokens per target step"
-        lines.append(f"FlashMap is **behind** {names[row['baseline']]}: {where}.")
+        lines.append(f"{compared(row, names)} is **behind** {names[row['baseline']]}: {where}.")
     if record["against_baselines"] and not behind:
-        lines.append("FlashMap is ahead of every trained baseline in tokens per target step.")
+        first = record["against_baselines"][0]
+        lines.append(f"{compared(first, names)} is ahead of every trained baseline in tokens per target step.")
     if record["against_baselines"]:
         lines += training_of(record["against_baselines"])
     differ = [names[name] for name, group in record["drift"]["greedy"].items() if group["differ"]]
@@ -42,6 +43,11 @@ def verdicts(record: Record) -> list[str]:
     else:
         lines.append("Every greedy output is token for token that of plain decoding.")
     return lines
+
+
+def compared(row: Record, names: dict[str, str]) -> str:
+    """Which FlashMap drafter a row sets against a baseline."""
+    return "FlashMap" if row.get("flashmap") in (None, bench_table.FLASHMAP) else names[row["flashmap"]]
 
 
 def training_of(rows: list[Record]) -> list[str]:

@@ -22,6 +22,7 @@ Inputs = Mapping[str, torch.Tensor]  # [1, T] each
 Generate = Callable[[Inputs, FlashMapGenerationConfig, BaseStreamer], torch.Tensor]  # -> [1, T + n]
 
 PLAIN, FLASHMAP, STOCK_LOOP = "plain", "flashmap", "flashmap_stock_loop"
+EQUAL = "flashmap_equal"  # trained by the command that trains the baselines, on the same blocks
 TREE_SIZE = 16  # nodes per verification
 TRAINING = "training.json"  # of `flashmap train` and `flashmap baselines`
 SHAPE = ("block_size", "num_hidden_layers", "head", "head_rank", "transition_rank", "draft_vocab_size", "window")
@@ -104,7 +105,9 @@ def early_exit(target: PreTrainedModel, layers: int) -> Method:
 
 
 def trained_baselines(target: PreTrainedModel, folder: Path) -> list[Method]:
-    """Each baseline of `folder`, in the order of `BASELINES`; raises as `baselines.load` does.
+    """Each baseline of `folder`, in the order of `BASELINES`, then the FlashMap drafter that was trained beside them.
+
+    Raises as `baselines.load` and `FlashMapDrafter.from_pretrained` do.
 
     Raises:
         ValueError: there is none.
@@ -113,7 +116,10 @@ def trained_baselines(target: PreTrainedModel, folder: Path) -> list[Method]:
     if not found:
         names = ", ".join(BASELINES)
         raise ValueError(f"baselines={folder} holds none of {names}: train them with `flashmap baselines`.")
-    return [trained_baseline(target, path) for path in found]
+    equal = folder / FLASHMAP
+    return [trained_baseline(target, path) for path in found] + (
+        [flashmap_equal(target, equal)] if (equal / "config.json").is_file() else []
+    )
 
 
 def trained_baseline(target: PreTrainedModel, folder: Path) -> Method:
@@ -192,12 +198,20 @@ def way(
     )
 
 
+def flashmap_equal(target: PreTrainedModel, folder: Path) -> Method:
+    """The drafter that `flashmap baselines` trained as long as the others, one step."""
+    drafter = drafters.load(str(folder), dtype=target.dtype, device=target.device)
+    check_target(drafter.config, target)
+    return way(drafter, target, details_of(str(folder), drafter), EQUAL, "FlashMap, trained as the baselines", {})
+
+
 def variant(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> Method:
-    """Another drafter, one step; raises as `FlashMapDrafter.from_pretrained` and `check_target` do."""
+    """Another drafter, one step, once; raises as `FlashMapDrafter.from_pretrained` and `check_target` do."""
     drafter = drafters.load(source, dtype=target.dtype, device=target.device)
     check_target(drafter.config, target, tokenizer)
     name = Path(source).name
-    return way(drafter, target, details_of(source, drafter), f"{FLASHMAP}:{name}", f"FlashMap, {name}", {})
+    method = way(drafter, target, details_of(source, drafter), f"{FLASHMAP}:{name}", f"FlashMap, {name}", {})
+    return replace(method, once=True)
 
 
 def details_of(source: str, drafter: PreTrainedModel) -> dict[str, Any]:

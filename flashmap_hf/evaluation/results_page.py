@@ -137,6 +137,5 @@ def page(record: Record, folder: Path, start: Path) -> str:
         "place": place,
         "how_far": f"{100 * record['cost_model'][0]['goal']:.0f}",
         "low": low and {"plain": low["plain_against_float32"], **low["methods"]},
-        "variants": len([m for m in record["methods"] if m["name"].startswith(f"{bench_table.FLASHMAP}:")]),
     }
     return f"{template.render(context).rstrip()}\n"

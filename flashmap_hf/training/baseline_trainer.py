@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from flashmap_hf.training.blocks import BlockBatch, Draws
-from flashmap_hf.training.held_out import kept
 from flashmap_hf.training.losses import LossSums, block_losses
-from flashmap_hf.training.objective import BlockObjective, shared_context
+from flashmap_hf.training.objective import BlockObjective
+from flashmap_hf.training.rejection import LawObjective
 from flashmap_hf.training.trainer import FlashMapTrainer
 
 
-class BaselineObjective(BlockObjective):
+class BaselineObjective(LawObjective):
     """The losses of a `BaselineDrafter`, by the names that FlashMap's have.
 
     cross_entropy: at the endpoint. velocity: at s = 0 the velocity's error is that of the endpoint, here against the
@@ -45,42 +45,6 @@ class BaselineObjective(BlockObjective):
             logits, endpoint, start, start[:, 0, 0], start, x_1, draft_labels, exists, self.position_decay,
             target_logits, open_noise,
         )  # fmt: skip
-
-
-class HiddenNoiseObjective(BaselineObjective):
-    """A FlashMap drafter as rejection sampling uses it, with its noise hidden: one law for each position."""
-
-    def draft(self, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        drafter, config = self.drafter, self.drafter.config
-        labels, anchors = batch.labels.flatten(0, 1), batch.anchors.flatten()
-        context, mask = shared_context(drafter, batch, config.window)
-        hidden = torch.full(labels.shape, torch.nan, device=labels.device)
-        runs, run = batch.anchors.shape
-        endpoint = drafter.endpoint(
-            drafter.prior(hidden, None, *labels.shape), torch.zeros(len(labels), device=labels.device), hidden,
-            self.embeddings[anchors], config.window + torch.arange(run, device=labels.device).repeat(runs), context,
-            mask,
-        )  # fmt: skip
-        previous = torch.cat([anchors[:, None], labels[:, :-1]], dim=1)
-        logits = drafter.head(endpoint, self.rows)
-        return endpoint, drafter.head.biased(logits, endpoint, drafter.head.draft_positions(previous))
-
-
-@kept.register
-def rejection(objective: BaselineObjective, batch: BlockBatch, generator: torch.Generator) -> torch.Tensor:  # -> [A, K]
-    """Greedy answers: equality. Sampled ones, where y has probability p and q of the drafter: kept with min(1, q / p).
-
-    That is how often rejection sampling keeps its draft where y is what it emits: both happen with mass min(p, q), the
-    second alone with p. So a walk over an answer that the target has drawn has the law of a sampled call.
-    """
-    logits = objective.draft(batch)[1].float()  # [A, K, N]
-    labels = objective.to_draft[batch.labels[0]]
-    if not bool(batch.sampled.any()):
-        return logits.argmax(-1) == labels
-    known = labels >= 0
-    q = logits.softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    p = (batch.f_right - batch.f_left)[0]
-    return known & (torch.rand(q.shape, generator=generator).to(q.device) * p < q)
 
 
 class BaselineTrainer(FlashMapTrainer):

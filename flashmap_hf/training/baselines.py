@@ -22,10 +22,10 @@ from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.options import option
 from flashmap_hf.provenance import write_record
 from flashmap_hf.training.append_rows import only_writer
-from flashmap_hf.training.baseline_trainer import BaselineTrainer, HiddenNoiseObjective
+from flashmap_hf.training.baseline_trainer import BaselineTrainer
 from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
-from flashmap_hf.training.held_out import walk_held_out
+from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, draft_vocabulary, split, stored_features
 from flashmap_hf.training.train import OWN_FIELDS, check_readout, matrices, record
 from flashmap_hf.training.trainer import FlashMapTrainer
@@ -124,22 +124,14 @@ def train(
         trainer.run()
         facts = record(trainer, training, held_out)
         weights: Any = trainer.load_average()
-        if kind == FLASHMAP and like.coupling == "quantile":
-            facts |= by_rejection(trainer, held_out)
+        if kind == FLASHMAP:
+            facts |= choose_rule(trainer, held_out)
         weights.bfloat16().save_pretrained(folder)
         write_record(folder / "training.json", {"kind": kind, "like": Path(options.like).name} | facts)
     score = trainer.saved_score
     measured = "nothing was held out to measure on" if score is None else f"{score:.3f} held-out tokens per target step"
     print(f"{folder}: {facts['parameters']} parameters, {trainer.blocks} blocks, {measured}", flush=True)
     return folder
-
-
-def by_rejection(trainer: FlashMapTrainer, held_out: FeatureSource) -> dict[str, Any]:
-    """FlashMap's sampled answers under the rule of the others, beside its own: the noise hidden, rejection sampling."""
-    objective = trainer.objective
-    hidden = HiddenNoiseObjective(trainer.drafter, objective.embeddings, objective.unembedding, 1.0)
-    walk = walk_held_out(hidden, held_out, trainer.config.seed)[True]
-    return {"rejection_tokens_per_step_sampled": walk.rate(), "rejection_joint_sampled": walk.shares()}
 
 
 def build(

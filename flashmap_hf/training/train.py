@@ -25,6 +25,7 @@ from flashmap_hf.training.dry_run_report import described, reckon
 from flashmap_hf.training.features import Options as FeatureOptions
 from flashmap_hf.training.features import check_answerer
 from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
+from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vocabulary, split, stored_features
 from flashmap_hf.training.trainer import FlashMapTrainer
 
@@ -84,7 +85,7 @@ def train(config: TrainConfig) -> Path:
         trainer.run()
         folder = config.out / (ADAPTER if adapted is not None else DRAFTER)
         if main_process:
-            export(trainer, adapted, record(trainer, training, held_out))
+            export(trainer, adapted, record(trainer, training, held_out), held_out)
             score = "nothing was held out to measure on"
             if trainer.saved_score is not None:
                 score = f"{trainer.saved_score:.3f} held-out tokens per target step (simulated)"
@@ -93,9 +94,11 @@ def train(config: TrainConfig) -> Path:
     return folder
 
 
-def export(trainer: FlashMapTrainer, adapted: PeftModel | None, facts: dict[str, Any]) -> None:
+def export(trainer: FlashMapTrainer, adapted: PeftModel | None, facts: dict[str, Any], held_out: FeatureSource) -> None:
     """Write the averaged weights: the drafter in bfloat16, or its adapter (and both with --merge), with the record."""
     config, drafter = trainer.config, trainer.load_average()
+    if adapted is None:
+        facts = facts | choose_rule(trainer, held_out)
     written = []
     if adapted is not None:
         save_adapter(adapted, config.out / ADAPTER, str(config.drafter))

@@ -31,6 +31,7 @@ def finished_in(root: Path) -> Path:
     )
     for kind in baselines.KINDS:
         baselines.CLASSES[kind](baselines.sized_like(kind, like.config)).save_pretrained(root / "baselines" / kind)
+    like.save_pretrained(root / "baselines" / "flashmap")
     prompts = root / "few.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     bench.main(

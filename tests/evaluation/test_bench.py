@@ -54,7 +54,7 @@ def test_every_method_has_every_number(record):
     assert [run["temperature"] for run in record["temperatures"]] == [0.0, 1.0]
     for run in record["temperatures"]:
         assert [name for name in run["methods"] if name in NAMES] == NAMES
-        assert "flashmap:deep" in run["methods"]
+        assert "flashmap_equal" in run["methods"] and "flashmap:deep" not in run["methods"]
         for groups in run["methods"].values():
             overall = groups["overall"]
             assert list(groups["categories"]) == ["multi", "multi/writing", "coding"]
@@ -96,6 +96,14 @@ def test_curve_comparisons_and_costs(record):
     ]
     assert all(row["ahead"] == (row["ratio"] > 1.0) for row in rows)
     assert all({"flashmap_blocks", "baseline_blocks"} <= row.keys() for row in rows)
+    for run in record["temperatures"]:  # the one that was trained with them is what they are compared with
+        ours = run["methods"]["flashmap_equal"]["overall"]["tokens_per_step"]
+        here = [row for row in rows if row["temperature"] == run["temperature"]]
+        assert all((row["flashmap"], row["flashmap_tokens_per_step"]) == ("flashmap_equal", ours) for row in here)
+    own, deep = record["variants"]
+    assert (own["method"], deep["method"]) == ("flashmap", "flashmap:deep")
+    assert own["tokens_per_step"] == record["temperatures"][0]["methods"]["flashmap"]["overall"]["tokens_per_step"]
+    assert set(deep["categories"]) == {"multi", "multi/writing", "coding"} and deep["positions"][0]["drafted"] > 0
     for run in record["cost_model"]:
         assert [row["method"] for row in run["methods"]][:3] == ["prompt_lookup", "assistant", "early_exit"]
         assert all(abs(row["error"]) < 0.05 for row in run["methods"])  # but for ends of texts it adds up

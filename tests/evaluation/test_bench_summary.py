@@ -57,7 +57,7 @@ def test_quantiles(share, expected):
 
 def test_the_curve_has_a_point_per_block_size():
     results = [call(category="c"), call("k1", kept=[0, 1], category="c"), call("k2", kept=[0, 2], category="c")]
-    points = curve(results, {"k1": 1, "k2": 2, "k3": 3})
+    points = curve(results, "block_size", {"k1": 1, "k2": 2, "k3": 3})
     assert [point["block_size"] for point in points] == [1, 2]
     assert [point["tokens_per_step"] for point in points] == [1.5, 2.0]
     assert points[0]["categories"]["c"]["speedup"] == points[0]["speedup"]

@@ -113,5 +113,5 @@ def test_a_variant_is_another_drafter(tiny, tmp_path):
     target, _ = tiny
     folder = write_drafter(tmp_path / "deep", num_hidden_layers=2)
     method = methods.variant(target, byte_tokenizer(), str(folder))
-    assert (method.name, method.label) == ("flashmap:deep", "FlashMap, deep")
+    assert (method.name, method.label, method.once) == ("flashmap:deep", "FlashMap, deep", True)
     assert method.details["drafter"]["num_hidden_layers"] == 2

@@ -16,7 +16,7 @@ from flashmap_hf import FlashMapConfig, FlashMapDrafter
 from flashmap_hf.cli import main
 from flashmap_hf.evaluation.baselines import KINDS, Baseline, load
 from flashmap_hf.training.answers import Answer
-from flashmap_hf.training.baseline_trainer import BaselineObjective, BaselineTrainer, HiddenNoiseObjective
+from flashmap_hf.training.baseline_trainer import BaselineObjective, BaselineTrainer
 from flashmap_hf.training.baselines import build
 from flashmap_hf.training.blocks import draw, make_batch
 from flashmap_hf.training.config import TrainConfig
@@ -159,28 +159,6 @@ def test_a_sampled_token_is_kept_as_often_as_rejection_sampling_keeps_it(
     assert walks[True].steps > 0 and walks[False].steps > 0
 
 
-def test_hidden_noise_is_the_law_of_rejection_sampling(
-    target: LlamaForCausalLM, sequences: list[SequenceFeatures]
-) -> None:
-    """What FlashMap's own forward says without noise, the transition on the true tokens."""
-    torch.manual_seed(0)
-    drafter = FlashMapDrafter(like(target, transition_rank=4)).eval()
-    torch.nn.init.normal_(drafter.head.transition.readout.weight)  # type: ignore[union-attr]  # it has one
-    objective = HiddenNoiseObjective(drafter, *matrices(target, drafter.config), 1.0)
-    batch = make_batch([sequences[1]], [sequences[1].first], 5, W, K)
-    endpoints, logits = objective.draft(batch)
-    for j in range(5):
-        alone = drafter(
-            batch.taps[:, j : j + W], objective.embeddings[batch.anchors[:, j]], rows=objective.rows,
-            mask=batch.taps_mask[:, j : j + W],
-        )  # fmt: skip
-        torch.testing.assert_close(alone.z_1[0], endpoints[j], rtol=1e-4, atol=1e-5)
-        previous = torch.cat([batch.anchors[:, j], batch.labels[0, j, :-1]])
-        torch.testing.assert_close(
-            drafter.head.biased(alone.logits[0], alone.z_1[0], previous), logits[j], rtol=1e-3, atol=1e-4
-        )
-
-
 # through the command
 
 
@@ -221,6 +199,8 @@ def test_all_kinds_are_trained_on_the_same_blocks_and_loaded(
     sizes = {kind: r["parameters"] for kind, r in records.items()}
     assert all(abs(size / sizes["flashmap"] - 1) <= 0.1 for size in sizes.values())
     assert records["flashmap"]["rejection_tokens_per_step_sampled"] >= 1.0
+    saved = json.loads((tmp_path / "flashmap" / "generation_config.json").read_text())
+    assert saved.get("verification", "auto") == records["flashmap"]["verification"]
     assert len(records["flashmap"]["rejection_joint_sampled"]) == K
     row = records["eagle"]["held_out_history"][-1]
     assert row["held_out_tokens_per_step"] >= 1.0 and row["held_out_tokens_per_step_sampled"] >= 1.0
