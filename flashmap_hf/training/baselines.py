@@ -29,6 +29,7 @@ from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, draft_vocabulary, split, stored_features
 from flashmap_hf.training.train import OWN_FIELDS, check_readout, matrices, record
 from flashmap_hf.training.trainer import FlashMapTrainer
+from flashmap_hf.training.warm_transition import warm_transition
 
 FLASHMAP = "flashmap"
 RUN = "run"  # the folder in a drafter's folder
@@ -117,6 +118,8 @@ def train(
     folder = config.out.parent
     folder.mkdir(parents=True, exist_ok=True)
     drafter = build(kind, like, target, tokenizer, training, options.seed)
+    if kind == FLASHMAP and not (config.out / MARKER).is_file():  # as `flashmap train` does
+        warm_transition(drafter.head, training, options.seed)
     trainer_class = FlashMapTrainer if kind == FLASHMAP else BaselineTrainer
     trainer = trainer_class(drafter, *matrices(target, drafter.config), training, held_out, config)
     config.out.mkdir(exist_ok=True)

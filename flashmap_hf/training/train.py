@@ -28,6 +28,7 @@ from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
 from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vocabulary, split, stored_features
 from flashmap_hf.training.trainer import FlashMapTrainer
+from flashmap_hf.training.warm_transition import warm_transition
 
 Options = TrainConfig
 DRAFTER = "drafter"  # the folder in a run's folder
@@ -71,6 +72,8 @@ def train(config: TrainConfig) -> Path:
         check_readout(target)
     training, held_out = split(source, config.held_out)
     drafter = build_drafter(target, tokenizer, training, config)
+    if config.drafter is None and not (config.out / MARKER).is_file():  # a checkpoint has its own
+        warm_transition(drafter.head, training, config.seed)
     adapted = add_adapter(drafter, config.lora) if config.lora is not None else None
     trainer = build_trainer(target, drafter, training, held_out, config)
     del target
