@@ -34,7 +34,7 @@ from flashmap_hf.runs import Settings
 
 RESULT, PARTIAL = "benchmark.json", "benchmark.partial.jsonl"
 FULL = {"max_new_tokens": 128, "turns": 2, "rounds": 3, "limit": None}
-QUICK = {"max_new_tokens": 32, "turns": 1, "rounds": 2, "limit": 3}
+QUICK = {"max_new_tokens": 40, "turns": 1, "rounds": 1, "limit": 3}
 # options that the record has in another form, or that are names of this machine
 NOT_MEASURED = ("out", "prompts", "drafter", "target", "dtype", "baselines", "assistant", "variants")
 
@@ -51,16 +51,16 @@ class Options:
     drafter: str | None = option(None, "folder or Hub id (default: the one trained for the embedded target)")
     target: str = option(targets.SMOLLM2.name, "an embedded target, a folder or a Hub id")
     out: Path | None = option(None, "folder for benchmark.json and the plots (default: the drafter's)")
-    quick: bool = option(False, "a few prompts, first turns, 32 tokens, 2 greedy rounds and 1 sampled: minutes")
+    quick: bool = option(False, "a few prompts, first turns, 40 tokens, one round: minutes")
     baselines: Path | None = option(None, "folder of the trained baselines, as `flashmap baselines` writes it")
     assistant: str | None = option(None, "a small language model for stock assisted generation, folder or Hub id")
     early_exit: int | None = option(None, "also draft with so many of the target's own layers, if it is trained to")
     variants: list[str] = option(factory=list, help="further FlashMap drafters, as other depths, heads, block sizes")
     prompt_lookup_tokens: int = option(10, "drafted by stock prompt lookup")
     temperatures: list[float] = option(factory=lambda: [0.0, 1.0], help="0 is greedy")
-    max_new_tokens: int | None = option(None, "per prompt (default: 128; quick: 32)")
+    max_new_tokens: int | None = option(None, "per prompt (default: 128; quick: 40)")
     turns: int | None = option(None, "of a conversation, at most (default: 2; quick: 1)")
-    rounds: int | None = option(None, "of every method on every prompt (default: 3; quick: 2, sampled 1)")
+    rounds: int | None = option(None, "of every method on every prompt (default: 3; quick: 1)")
     limit: int | None = option(None, "at most so many prompts, in turn from every category (default: all; quick: 3)")
     per_category: int | None = option(None, "at most so many prompts of each category")
     no_k_curve: bool = option(False, "leave out one step at every block size")
@@ -90,11 +90,6 @@ class Options:
     def settings(self) -> list[Settings]:
         """One per temperature."""
         return [Settings(self.value("max_new_tokens"), t, "auto", self.seed) for t in self.temperatures]
-
-    def rounds_of(self, temperature: float) -> int:
-        """The law of samples needs no second look at the clock where time is short."""
-        rounds: int = self.value("rounds")
-        return 1 if self.quick and self.rounds is None and temperature > 0.0 else rounds
 
     def public(self) -> dict[str, Any]:
         """JSON-ready, without what is a name of this machine."""
@@ -137,7 +132,7 @@ def main(options: Options) -> None:
     }
     bench = Bench(out / PARTIAL, head, tokenizer)
     settings = options.settings()
-    bench.measure(target, items, Job(methods, settings, [options.rounds_of(s.temperature) for s in settings]))
+    bench.measure(target, items, Job(methods, settings, [options.value("rounds")] * len(settings)))
     measured = Measured(bench, target, items, methods, settings, options.seed)
     low = low_precision(options, measured, source) if options.drift else None
     record = head | build(measured, low)

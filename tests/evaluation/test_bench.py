@@ -177,9 +177,9 @@ def test_quick_is_a_preset_that_options_override():
     quick, full = Options(quick=True), Options()
     assert {name: quick.value(name) for name in QUICK} == QUICK
     assert {name: full.value(name) for name in FULL} == FULL
-    assert (quick.rounds_of(0.0), quick.rounds_of(1.0), full.rounds_of(1.0)) == (2, 1, 3)
+    assert (quick.value("rounds"), full.value("rounds")) == (1, 3)
     mixed = Options(quick=True, rounds=4, max_new_tokens=5)
-    assert (mixed.rounds_of(1.0), mixed.settings()[0].max_new_tokens, mixed.value("limit")) == (4, 5, 3)
+    assert (mixed.value("rounds"), mixed.settings()[0].max_new_tokens, mixed.value("limit")) == (4, 5, 3)
     assert mixed.public()["limit"] == 3 and "out" not in mixed.public()
 
 
