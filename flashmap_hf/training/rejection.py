@@ -1,5 +1,6 @@
 """Held-out answers under rejection sampling, for drafters that have one law at each position; and the better rule."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from flashmap_hf.training.sources import FeatureSource
 from flashmap_hf.training.trainer import FlashMapTrainer
 
 
-class LawObjective(BlockObjective):
+class LawObjective(BlockObjective, ABC):
     """A drafter whose blocks read no noise: what it drafts with is a law."""
 
+    @abstractmethod
     def draft(self, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Endpoints `[B, K, D]` and logits `[B, K, N]`, each given the true tokens before it."""
-        raise NotImplementedError
 
 
 class HiddenNoiseObjective(LawObjective):

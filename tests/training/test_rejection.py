@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_drafter import TAPS, K, W, like
 from transformers import LlamaForCausalLM
 
-from flashmap_hf import FlashMapConfig, FlashMapDrafter
+from flashmap_hf import FlashMapDrafter
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.blocks import make_batch
 from flashmap_hf.training.config import TrainConfig
@@ -18,18 +19,10 @@ from flashmap_hf.training.sources import LoadedFeatures
 from flashmap_hf.training.train import matrices
 from flashmap_hf.training.trainer import FlashMapTrainer
 
-TAPS, K, W = [2, 4], 3, 4
-
 
 @pytest.fixture(scope="module")
 def sequences(target: LlamaForCausalLM, answers: list[Answer]) -> list[SequenceFeatures]:
     return [compute(target, a, TAPS, context=8) for a in answers]
-
-
-def like(target: LlamaForCausalLM, **overrides: Any) -> FlashMapConfig:
-    fields = {"tap_layers": TAPS, "window": W, "block_size": K, "num_hidden_layers": 2, "hidden_size": 64,
-              "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
-    return FlashMapDrafter.from_target(target, **(fields | overrides)).config
 
 
 def trainer_for(
