@@ -27,9 +27,9 @@ from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, draft_vocabulary, split, stored_features
+from flashmap_hf.training.tied_transition import tie
 from flashmap_hf.training.train import OWN_FIELDS, check_readout, matrices, record
 from flashmap_hf.training.trainer import FlashMapTrainer
-from flashmap_hf.training.warm_transition import warm_transition
 
 FLASHMAP = "flashmap"
 RUN = "run"  # the folder in a drafter's folder
@@ -118,15 +118,15 @@ def train(
     folder = config.out.parent
     folder.mkdir(parents=True, exist_ok=True)
     drafter = build(kind, like, target, tokenizer, training, options.seed)
-    if kind == FLASHMAP and not (config.out / MARKER).is_file():  # as `flashmap train` does
-        warm_transition(drafter.head, training, options.seed)
+    if kind == FLASHMAP:  # as `flashmap train` does
+        tie(drafter.head, options.seed)
     trainer_class = FlashMapTrainer if kind == FLASHMAP else BaselineTrainer
     trainer = trainer_class(drafter, *matrices(target, drafter.config), training, held_out, config)
     config.out.mkdir(exist_ok=True)
     with only_writer(config.out / MARKER):
         trainer.run()
-        facts = record(trainer, training, held_out)
         weights: Any = trainer.load_average()
+        facts = record(trainer, training, held_out)
         if kind == FLASHMAP:
             facts |= choose_rule(trainer, held_out)
         weights.bfloat16().save_pretrained(folder)

@@ -106,16 +106,29 @@ def parameters(config: FlashMapConfig) -> int:
     return sum(map(prod, shapes(config).values()))
 
 
+def trained(config: FlashMapConfig) -> dict[str, Shape]:
+    """Every parameter while it is trained: a transition is tied to the target's matrices."""
+    found = shapes(config)
+    if config.transition_rank is not None:
+        rank, target = config.transition_rank, config.target_hidden_size
+        found |= {
+            "head.transition.outside": (rank,),
+            "head.transition.previous.weight": (rank, target),
+            "head.transition.readout.weight": (target, rank),
+        }
+    return found
+
+
 def orthogonalised(config: FlashMapConfig) -> list[Shape]:
     """The matrices that Muon moves, as `build_optimisers` chooses them."""
-    return [shape for shape in shapes(config).values() if len(shape) == 2 and min(shape) >= LEAST_SIDE]
+    return [shape for shape in trained(config).values() if len(shape) == 2 and min(shape) >= LEAST_SIDE]
 
 
 # --- FLOP -----------------------------------------------------------------------------------------------------------
 
 
 def forward_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, int]]:
-    """FLOP of each product of a step's forward, and how many products of that size its backward needs."""
+    """FLOP of each product in drafting a batch, and how many products of that size its backward needs."""
     target, width, inner = config.target_hidden_size, config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layers, slots = config.num_hidden_layers, config.block_size + 1
@@ -144,6 +157,15 @@ def forward_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, in
         found.append((2 * tokens * config.head_rank * (target + size), 2))
     if config.transition_rank is not None:
         found.append((2 * tokens * config.transition_rank * (target + size), 2))
+    return found
+
+
+def training_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, int]]:
+    """Those of a step beside what drafting its blocks takes."""
+    target, size, rank = config.target_hidden_size, vocabulary(config), config.transition_rank
+    found = []
+    if rank is not None:  # A and B are made; the target's matrices are not trained
+        found += [(2 * batch.blocks * config.block_size * target * rank, 1), (2 * size * target * rank, 1)]
     if batch.kl:
         found.append((2 * batch.runs * (batch.run_length + config.block_size - 1) * target * size, 0))
     return found
@@ -151,7 +173,8 @@ def forward_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, in
 
 def step_flop(config: FlashMapConfig, batch: Batch) -> int:
     """Forward and backward of one step; attention counts by its four and eight products."""
-    return sum(flop * (1 + backward) for flop, backward in forward_products(config, batch))
+    products = forward_products(config, batch) + training_products(config, batch)
+    return sum(flop * (1 + backward) for flop, backward in products)
 
 
 def draft_flop(config: FlashMapConfig) -> int:
@@ -196,13 +219,13 @@ def activations(config: FlashMapConfig, batch: Batch) -> int:
 
 def memory(config: FlashMapConfig, train: TrainConfig, batch: Batch) -> dict[str, int]:
     """Bytes of each part of a training step on stored features."""
-    count, size = parameters(config), vocabulary(config)
+    count, size = sum(map(prod, trained(config).values())), vocabulary(config)
     moved = sum(map(prod, orthogonalised(config))) if train.optimiser == "muon" else 0
     taps = num_taps(config) * config.target_hidden_size
     logits = batch.blocks * config.block_size * size
     return {
         "weights, gradients, averaged weights": 3 * FLOAT * count,
-        "bfloat16 copies under autocast": HALF * sum(prod(s) for s in shapes(config).values() if len(s) == 2),
+        "bfloat16 copies under autocast": HALF * sum(prod(s) for s in trained(config).values() if len(s) == 2),
         "optimiser": FLOAT * moved + 2 * FLOAT * (count - moved),
         "embeddings and unembedding of the target": FLOAT
         * config.target_hidden_size

@@ -7,6 +7,7 @@ from flashmap_hf.flow import interpolate
 from flashmap_hf.modeling_flashmap import FlashMapDrafter, KeyValues
 from flashmap_hf.training.blocks import BlockBatch, Draws
 from flashmap_hf.training.losses import LossSums, block_losses
+from flashmap_hf.training.tied_transition import TiedTransition
 
 
 def shared_context(drafter: FlashMapDrafter, batch: BlockBatch, window: int) -> tuple[KeyValues, torch.Tensor]:
@@ -44,11 +45,16 @@ class BlockObjective(nn.Module):
         self.read_draft_vocabulary()
 
     def read_draft_vocabulary(self) -> None:
-        """Rows of the readout and the place of each token in it, from the ids that the drafter holds now."""
+        """Rows of the readout and the place of each token in it, from the ids that the drafter holds now.
+
+        A tied transition reads the same rows.
+        """
         ids = self.drafter.head.ids.to(self.unembedding.device)
         self.rows = self.unembedding[ids].contiguous()
         self.to_draft = torch.full((self.unembedding.shape[0],), -100, device=ids.device)
         self.to_draft[ids] = torch.arange(len(ids), device=ids.device)
+        if isinstance(self.drafter.head.transition, TiedTransition):
+            self.drafter.head.transition.bind(self.embeddings[ids], self.rows)
 
     def forward(self, batch: BlockBatch, draws: Draws) -> LossSums:
         """Draft every block of the batch at the drawn times and noises, and compare with its labels."""

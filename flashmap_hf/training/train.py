@@ -27,8 +27,8 @@ from flashmap_hf.training.features import check_answerer
 from flashmap_hf.training.lora import ADAPTER, add_adapter, save_adapter
 from flashmap_hf.training.rejection import choose_rule
 from flashmap_hf.training.sources import FeatureSource, OnlineFeatures, draft_vocabulary, split, stored_features
+from flashmap_hf.training.tied_transition import tie, tie_tables
 from flashmap_hf.training.trainer import FlashMapTrainer
-from flashmap_hf.training.warm_transition import warm_transition
 
 Options = TrainConfig
 DRAFTER = "drafter"  # the folder in a run's folder
@@ -72,8 +72,10 @@ def train(config: TrainConfig) -> Path:
         check_readout(target)
     training, held_out = split(source, config.held_out)
     drafter = build_drafter(target, tokenizer, training, config)
-    if config.drafter is None and not (config.out / MARKER).is_file():  # a checkpoint has its own
-        warm_transition(drafter.head, training, config.seed)
+    if config.drafter is None:
+        tie(drafter.head, config.seed)
+    elif config.lora is None:  # adapters are made for the tables
+        tie_tables(drafter.head, *matrices(target, drafter.config))
     adapted = add_adapter(drafter, config.lora) if config.lora is not None else None
     trainer = build_trainer(target, drafter, training, held_out, config)
     del target
@@ -88,7 +90,7 @@ def train(config: TrainConfig) -> Path:
         trainer.run()
         folder = config.out / (ADAPTER if adapted is not None else DRAFTER)
         if main_process:
-            export(trainer, adapted, record(trainer, training, held_out), held_out)
+            export(trainer, adapted, training, held_out)
             score = "nothing was held out to measure on"
             if trainer.saved_score is not None:
                 score = f"{trainer.saved_score:.3f} held-out tokens per target step (simulated)"
@@ -97,11 +99,14 @@ def train(config: TrainConfig) -> Path:
     return folder
 
 
-def export(trainer: FlashMapTrainer, adapted: PeftModel | None, facts: dict[str, Any], held_out: FeatureSource) -> None:
+def export(
+    trainer: FlashMapTrainer, adapted: PeftModel | None, training: FeatureSource, held_out: FeatureSource
+) -> None:
     """Write the averaged weights: the drafter in bfloat16, or its adapter (and both with --merge), with the record."""
     config, drafter = trainer.config, trainer.load_average()
+    facts = record(trainer, training, held_out)
     if adapted is None:
-        facts = facts | choose_rule(trainer, held_out)
+        facts |= choose_rule(trainer, held_out)
     written = []
     if adapted is not None:
         save_adapter(adapted, config.out / ADAPTER, str(config.drafter))

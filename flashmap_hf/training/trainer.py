@@ -17,6 +17,7 @@ from flashmap_hf.training.objective import BlockObjective
 from flashmap_hf.training.optimisers import build_optimisers
 from flashmap_hf.training.processes import agreed, build_accelerator, whole
 from flashmap_hf.training.sources import FeatureSource, Part
+from flashmap_hf.training.tied_transition import untie
 
 COUNTERS = ("epoch", "batch_in_epoch", "step", "blocks", "seconds", "score", "best", "without_better")
 
@@ -49,7 +50,8 @@ class FlashMapTrainer:
             raise ValueError(f"kl={config.kl} needs the final layer among the taps, which are {taps}.")
         self.config, self.folder = config, config.out
         self.source, self.held_out = source, held_out
-        self.seen = Part(source, range(min(len(source), len(held_out))))  # the gap to these is learning by heart
+        count = min(len(source), len(held_out))
+        self.seen = Part(source, [i * len(source) // count for i in range(count)])  # the gap to these: learnt by heart
         self.tracker = run_log.tracker(config.report_to)
         self.accelerator = build_accelerator(config, self.tracker)
         device = self.accelerator.device
@@ -255,6 +257,11 @@ class FlashMapTrainer:
                 parts[part][rest] = tensor.to(device)
         if self.config.lora is not None:
             self.check_base(parts["model"])
+        if parts["model"].keys() != self.drafter.state_dict().keys():
+            raise ValueError(
+                f"{self.folder} holds a run of another version, which trained other tensors: use another folder, or "
+                "go on from its drafter with --drafter."
+            )
         self.drafter.load_state_dict(parts["model"])
         self.objective.read_draft_vocabulary()  # a checkpoint may hold other ids than the drafter was built with
         self.average, self.best_average = parts["average"], parts["best"]
@@ -283,6 +290,7 @@ class FlashMapTrainer:
         return (self.best if self.best_average else self.score) or None
 
     def load_average(self) -> FlashMapDrafter:
-        """The drafter with the averaged weights (with patience: the best ones), to be saved or used."""
+        """The drafter with the averaged weights (with patience: the best ones), to be saved or used. Ends training."""
         self.assign(self.best_average or self.average)
+        untie(self.drafter.head)
         return self.drafter.eval()

@@ -21,6 +21,7 @@ from flashmap_hf.training.dry_run_report import RECORD, record
 from flashmap_hf.training.objective import BlockObjective
 from flashmap_hf.training.optimisers import build_optimisers
 from flashmap_hf.training.shards import SequenceFeatures
+from flashmap_hf.training.tied_transition import tie
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "hub_cards").glob("recipe-*"))
@@ -62,7 +63,9 @@ def objective(config: FlashMapConfig, kl: bool = False) -> tuple[BlockObjective,
         )  # fmt: skip
 
     rows = torch.randn(config.vocab_size, width, generator=generator)
-    module = BlockObjective(FlashMapDrafter(config).train(), rows.clone(), rows, 0.85, kl)
+    drafter = FlashMapDrafter(config).train()
+    tie(drafter.head, 0)
+    module = BlockObjective(drafter, rows.clone(), rows, 0.85, kl)
     batch = make_batch(
         [sequence() for _ in range(BATCH.runs)], [41] * BATCH.runs, BATCH.run_length, config.window, config.block_size,
         width if kl else 0,
@@ -85,7 +88,10 @@ def test_every_parameter_has_the_shape_of_the_model(variant: dict[str, Any]) -> 
 
 def test_muon_moves_the_matrices_that_the_trainer_gives_it() -> None:
     config = config_of({"transition_rank": 17})
-    optimisers = build_optimisers(list(FlashMapDrafter(config).parameters()), train_config(), torch.device("cpu"))
+    drafter = FlashMapDrafter(config)
+    tie(drafter.head, 0)
+    assert dry_run.trained(config) == {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    optimisers = build_optimisers(list(drafter.parameters()), train_config(), torch.device("cpu"))
     moved = [tuple(p.shape) for group in optimisers["muon"].param_groups for p in group["params"]]
     assert sorted(moved) == sorted(dry_run.orthogonalised(config))
 
@@ -104,7 +110,8 @@ def test_a_step_is_what_torch_counts(variant: dict[str, Any], kl: bool) -> None:
         forward = counter.get_total_flops()
         found.sums.sum().backward()
     expected = Batch(BATCH.runs, BATCH.run_length, kl)
-    assert forward == sum(flop for flop, _ in dry_run.forward_products(config, expected))
+    products = dry_run.forward_products(config, expected) + dry_run.training_products(config, expected)
+    assert forward == sum(flop for flop, _ in products)
     assert counter.get_total_flops() == dry_run.step_flop(config, expected)
 
 

@@ -22,6 +22,7 @@ from flashmap_hf.training.objective import shared_context
 from flashmap_hf.training.run_log import read_rows
 from flashmap_hf.training.shards import SequenceFeatures
 from flashmap_hf.training.sources import LoadedFeatures
+from flashmap_hf.training.tied_transition import tie
 from flashmap_hf.training.train import build_trainer
 from flashmap_hf.training.trainer import FlashMapTrainer
 
@@ -114,14 +115,24 @@ def test_overfitting_one_answer_reaches_full_acceptance(
     assert stats.target_steps == 1 + -(-(count - 1) // 4)
 
 
+@pytest.mark.parametrize("transition_rank", [None, 8])
 def test_a_killed_run_goes_on_with_the_same_loss_curve(
-    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: LlamaForCausalLM,
+    sequences: list[SequenceFeatures],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transition_rank: int | None,
 ) -> None:
+    def new() -> FlashMapDrafter:
+        drafter = build(target, transition_rank=transition_rank)
+        tie(drafter.head, 0)
+        return drafter
+
     options = {"max_steps": 9, "runs": 2, "log_steps": 1}
-    whole = trainer_for(target, build(target), sequences[:3], tmp_path / "whole", **options)
+    whole = trainer_for(target, new(), sequences[:3], tmp_path / "whole", **options)
     whole.run()
     assert whole.epoch > 0  # the order of a second epoch is resumed, too
-    killed = trainer_for(target, build(target), sequences[:3], tmp_path / "cut", **options, checkpoint_minutes=1e-9)
+    killed = trainer_for(target, new(), sequences[:3], tmp_path / "cut", **options, checkpoint_minutes=1e-9)
     kill_before(7, killed, monkeypatch)
     with pytest.raises(Killed):
         killed.run()
@@ -129,7 +140,7 @@ def test_a_killed_run_goes_on_with_the_same_loss_curve(
     (tmp_path / "cut" / "99-state.safetensors.tmp").write_bytes(b"half-written")
     with (tmp_path / "cut" / "log.jsonl").open("a") as log:
         log.write('{"step": 8, "vel')
-    again = trainer_for(target, build(target), sequences[:3], tmp_path / "cut", **options)
+    again = trainer_for(target, new(), sequences[:3], tmp_path / "cut", **options)
     again.run()
     assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     assert sorted(losses_of(tmp_path / "whole")) == list(range(1, 10))
@@ -188,9 +199,11 @@ def test_the_gap_to_answers_it_is_trained_on_is_measured(
     target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
 ) -> None:
     trainer = trainer_for(target, build(target), sequences[2:], tmp_path, max_steps=200, muon_lr=0.05, adam_lr=5e-3)
+    trained = [trainer.seen[0], trainer.seen[1]]
+    assert trained[0] is sequences[2] and trained[1] is sequences[5]  # spread over the source; one greedy, one sampled
     trainer.held_out, batch = (
         LoadedFeatures(sequences[:2], TAPS, 8),
-        make_batch(sequences[2:4], [s.first for s in sequences[2:4]], 16, 4, 3),
+        make_batch(trained, [s.first for s in trained], 16, 4, 3),
     )
     for _ in range(150):
         trainer.train_step(batch, 1.0)
@@ -275,6 +288,19 @@ def test_a_checkpoint_brings_its_own_draft_vocabulary(
     assert trainer.load_checkpoint()
     assert torch.equal(trainer.objective.rows, target.get_output_embeddings().weight[5:15])
     assert trainer.objective.to_draft[5:15].tolist() == list(range(10)) and trainer.objective.to_draft[0] == -100
+
+
+def test_a_run_that_trained_other_tensors_is_not_resumed(
+    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
+) -> None:
+    """As a version without tied transitions did."""
+    trainer_for(target, build(target, transition_rank=4), sequences, tmp_path, max_steps=1).run()
+    drafter = build(target, transition_rank=4)
+    tie(drafter.head, 0)
+    before = (tmp_path / "state.json").read_bytes()
+    with pytest.raises(ValueError, match=r"another version.*--drafter"):
+        trainer_for(target, drafter, sequences, tmp_path, max_steps=2).run()
+    assert (tmp_path / "state.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
