@@ -1,5 +1,6 @@
 """Where a run's features come from: shards on disk, or the target itself while training."""
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -148,16 +149,23 @@ class Part:
 
 
 def split(source: FeatureSource, held_out: int) -> tuple[Part, Part]:
-    """What to train on, and what is held out: the first `held_out` greedy answers and half as many sampled ones.
+    """What to train on, and what is held out: `held_out` greedy answers and half as many sampled ones.
 
-    More answers at the end of the source leave the held-out ones as they are. Of few answers at most a quarter goes.
+    They are those whose tokens have the smallest digests: a sample of the whole, in whatever order it comes. So, too,
+    when answers are added or folders put together, none that was trained on is held out: what is smaller than they are
+    is new. Copies of a held-out answer go with it. Of few answers at most a quarter goes.
     """
     chosen: set[int] = set()
     for sampled, wanted in ((False, held_out), (True, held_out // 2)):
-        these = [i for i in range(len(source)) if source.sampled(i) == sampled]
-        chosen.update(these[: min(wanted, len(these) // 4)])
+        these = {i: digest(source.response(i)) for i in range(len(source)) if source.sampled(i) == sampled}
+        smallest = set(sorted(set(these.values()))[: min(wanted, len(these) // 4)])
+        chosen.update(i for i, value in these.items() if value in smallest)
     rest = [i for i in range(len(source)) if i not in chosen]
     return Part(source, rest), Part(source, sorted(chosen))
+
+
+def digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(repr([int(token) for token in tokens]).encode()).digest()
 
 
 def draft_vocabulary(source: FeatureSource, size: int, always: Sequence[int], proposable: int) -> torch.Tensor:

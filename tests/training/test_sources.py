@@ -1,5 +1,6 @@
 """Where features come from: files and online agree, what is held out is stable, memory is bounded."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from transformers import LlamaForCausalLM
 from flashmap_hf.training import sources
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.features import make_features
-from flashmap_hf.training.sources import OnlineFeatures, Part, draft_vocabulary, split, stored_features
+from flashmap_hf.training.shards import SequenceFeatures
+from flashmap_hf.training.sources import (
+    LoadedFeatures,
+    OnlineFeatures,
+    Part,
+    draft_vocabulary,
+    split,
+    stored_features,
+)
 
 TAPS = [2, 4]
 
@@ -52,15 +61,45 @@ def test_online_features_are_computed_once_and_dropped_again(
     assert len(online.held) == 4 and calls == probed[:6]
 
 
-def test_what_is_held_out_stays_when_answers_are_added(target: LlamaForCausalLM, answers: list[Answer]) -> None:
-    few = OnlineFeatures(target, answers * 2, TAPS, 8, 2048)
-    many = OnlineFeatures(target, answers * 4, TAPS, 8, 2048)
-    (train_few, held_few), (train_many, held_many) = split(few, 2), split(many, 2)
-    assert held_few.indices == held_many.indices == [0, 1, 2]  # greedy 0 and 2, sampled 1
-    assert len(train_few) == 13 and len(train_many) == 29
-    assert not set(train_many.indices) & set(held_many.indices)
-    assert len(split(few, 1000)[1]) == 4  # a quarter of the greedy ones, and of the sampled ones
-    assert len(split(few, 0)[1]) == 0
+def answers_of(tokens: Iterable[int]) -> LoadedFeatures:
+    """Answers of two tokens, told apart by the first; the odd ones are sampled."""
+
+    def one(token: int) -> SequenceFeatures:
+        ids, left = torch.tensor([1, token, 7]), torch.zeros(2)
+        return SequenceFeatures(torch.zeros(3, 1), ids, ids[1:], left, left + token % 2, 1)
+
+    return LoadedFeatures([one(token) for token in tokens], [1], 8)
+
+
+def held(source: LoadedFeatures, wanted: int) -> set[int]:
+    training, held_out = split(source, wanted)
+    assert sorted([*training.indices, *held_out.indices]) == list(range(len(source)))
+    return {int(held_out.response(i)[0]) for i in range(len(held_out))}
+
+
+def test_what_is_held_out_depends_on_the_answers_and_not_on_their_order() -> None:
+    found = held(answers_of(range(10, 90)), 6)
+    assert found == held(answers_of(reversed(range(10, 90))), 6)
+    assert sum(token % 2 == 0 for token in found) == 6 and sum(token % 2 for token in found) == 3
+    assert min(found) < 40 and max(found) > 60  # all over the source
+
+
+def test_no_answer_that_was_trained_on_is_held_out_when_others_come() -> None:
+    some, others = range(10, 90), range(100, 300)
+    together = held(answers_of([*others, *some]), 6)
+    assert together & set(some) <= held(answers_of(some), 6) and together & set(others) <= held(answers_of(others), 6)
+    assert len(together) == 9
+
+
+def test_copies_of_a_held_out_answer_go_with_it() -> None:
+    once = held(answers_of(range(10, 50)), 4)
+    assert held(answers_of([*range(10, 50), *range(10, 50)]), 4) == once
+    assert len(split(answers_of([*range(10, 50), *range(10, 50)]), 4)[1]) == 12
+
+
+def test_of_few_answers_at_most_a_quarter_is_held_out() -> None:
+    assert len(held(answers_of(range(10, 26)), 1000)) == 4  # two of the greedy ones, and of the sampled ones
+    assert not held(answers_of(range(10, 26)), 0)
 
 
 def test_a_part_speaks_of_its_own_answers(target: LlamaForCausalLM, answers: list[Answer]) -> None:
