@@ -45,7 +45,7 @@ class TrainConfig:
     checkpoint_minutes: float = option(5.0, "time between checkpoints, with a measurement each")
     # batches
     runs: int = option(24, "a batch is so many runs of consecutive anchors, on each process")
-    run_length: int = option(16, "anchors of a run; they share the context, which is computed once")
+    run_length: int = option(2, "anchors of a run; they share the context, which is computed once")
     hide_share: float = option(0.2, "share of the sampled blocks whose noise u is hidden from the network")
     start_share: float = option(0.85, "share of the blocks at time s = 0; the others draw s from U[0, 0.9)")
     # losses
@@ -54,9 +54,9 @@ class TrainConfig:
     kl: float = option(0.0, "weight of KL(target at temperature 1 || drafter), where the noise is hidden or zero")
     position_decay: float = option(0.85, "position k weighs this to the power k - 1, in every loss")
     # optimisers
-    optimiser: Literal["muon", "adamw"] = option("muon", "for matrices; everything else has AdamW")
+    optimiser: Literal["adamw", "muon"] = option("adamw", "for matrices; everything else has AdamW")
     muon_lr: float = option(0.02, "peak rate of Muon")
-    adam_lr: float = option(1e-3, "peak rate of AdamW")
+    adam_lr: float = option(5e-4, "peak rate of AdamW")
     weight_decay: float = option(0.01, "of the matrices")
     ns_steps: int = option(3, "Newton-Schulz steps of Muon")
     clip: float = option(1.0, "gradient norm of what AdamW moves (Muon does not see the norm)")

@@ -42,7 +42,10 @@ def trainer_for(
 ) -> BaselineTrainer:
     source, held_out = LoadedFeatures(sequences, TAPS, 8), LoadedFeatures(sequences[:2], TAPS, 8)
     drafter = build(kind, like(target), target, None, source, seed=0)
-    fields = {"runs": 4, "run_length": 4, "ema": 0.9, "report_to": "none", "features": [folder], "max_steps": 200}
+    fields = {
+        "runs": 4, "run_length": 4, "ema": 0.9, "report_to": "none", "features": [folder], "max_steps": 200,
+        "optimiser": "muon",
+    }  # fmt: skip
     config = TrainConfig(folder, **(fields | options))  # type: ignore[arg-type]
     return BaselineTrainer(drafter, *matrices(target, drafter.config), source, held_out, config)
 

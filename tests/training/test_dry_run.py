@@ -91,7 +91,7 @@ def test_muon_moves_the_matrices_that_the_trainer_gives_it() -> None:
     drafter = FlashMapDrafter(config)
     tie(drafter.head, 0)
     assert dry_run.trained(config) == {name: tuple(p.shape) for name, p in drafter.named_parameters()}
-    optimisers = build_optimisers(list(drafter.parameters()), train_config(), torch.device("cpu"))
+    optimisers = build_optimisers(list(drafter.parameters()), train_config(optimiser="muon"), torch.device("cpu"))
     moved = [tuple(p.shape) for group in optimisers["muon"].param_groups for p in group["params"]]
     assert sorted(moved) == sorted(dry_run.orthogonalised(config))
 
@@ -136,7 +136,7 @@ def test_drafting_a_block_is_what_torch_counts(variant: dict[str, Any]) -> None:
 def test_an_update_is_what_torch_counts() -> None:
     config = config_of({})
     drafter = FlashMapDrafter(config)
-    train = train_config(ns_steps=4)
+    train = train_config(optimiser="muon", ns_steps=4)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn_like(parameter)
     counter = FlopCounterMode(display=False)
@@ -183,16 +183,17 @@ def test_activations_are_at_least_what_autograd_keeps_and_little_more(variant: d
     assert measured <= dry_run.activations(config, BATCH) <= 1.3 * measured
 
 
-def test_the_optimiser_keeps_what_is_reckoned() -> None:
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_the_optimiser_keeps_what_is_reckoned(optimiser: str) -> None:
     config = config_of({})
-    train = train_config()
+    train = train_config(optimiser=optimiser)
     drafter = FlashMapDrafter(config)
     for parameter in drafter.parameters():
         parameter.grad = torch.ones_like(parameter)
     kept = 0
-    for optimiser in build_optimisers(list(drafter.parameters()), train, torch.device("cpu")).values():
-        optimiser.step()
-        states = [value for state in optimiser.state.values() for value in state.values()]
+    for built in build_optimisers(list(drafter.parameters()), train, torch.device("cpu")).values():
+        built.step()
+        states = [value for state in built.state.values() for value in state.values()]
         kept += sum(s.numel() * s.element_size() for s in states if isinstance(s, torch.Tensor) and s.ndim)
     assert kept == dry_run.memory(config, train, BATCH)["optimiser"]
 
@@ -239,7 +240,8 @@ def test_the_three_recipes_are_there() -> None:
 def test_a_recipe_says_what_the_command_says(folder: Path) -> None:
     written = json.loads((folder / RECORD).read_text())
     assert written.pop("provenance")["command"].startswith("python -m flashmap_hf train --dry-run --config config.json")
-    assert record(train_config(config=folder / "config.json", gpu=written["gpu"]["name"])) == written
+    found = record(train_config(config=folder / "config.json", gpu=written["gpu"]["name"], run_length=16))
+    assert found == written
     hub_card.check(folder)
     text = (folder / "README.md").read_text()
     assert "There are no weights here, nobody has trained them, and nothing was measured." in text
@@ -265,7 +267,7 @@ def test_hours_follow_from_the_gpu(tmp_path: Path) -> None:
     for part, hours in known["gpu_hours"].items():
         assert own["gpu_hours"][part] == pytest.approx(hours, rel=1e-12)
         assert hours * 3600 * 312e12 * 0.3 == pytest.approx(known["flop"][part], rel=1e-12)
-    assert known["steps"] == ceil(10**9 / 384) and found(max_steps=7)["blocks"] == 7 * 384
+    assert known["steps"] == ceil(10**9 / 48) and found(max_steps=7)["blocks"] == 7 * 48
     online = found(online=True)["memory_gib"]
     assert online["in all"] - known["memory_gib"]["in all"] == pytest.approx(online["target in bfloat16"], rel=1e-12)
 

@@ -13,7 +13,8 @@ from flashmap_hf.training.optimisers import build_optimisers
 
 
 def config(**overrides: object) -> TrainConfig:
-    return TrainConfig(Path("run"), features=[Path("f")], **overrides)  # type: ignore[arg-type]
+    fields = {"features": [Path("f")], "optimiser": "muon"} | overrides
+    return TrainConfig(Path("run"), **fields)  # type: ignore[arg-type]
 
 
 @pytest.fixture

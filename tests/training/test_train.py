@@ -207,7 +207,7 @@ def test_another_kind_of_run_is_not_resumed(place: Path, tmp_path: Path, capsys:
     one, other = tmp_path / "run" / "drafter", tmp_path / "other" / "drafter"
     assert train(place, tmp_path / "lora", "--max-steps", 1, "--drafter", one, "--lora", 4) == 0
     for folder, message, args in (
-        ("run", "optimiser=muon, not adamw", ["--optimiser", "adamw"]),
+        ("run", "optimiser=adamw, not muon", ["--optimiser", "muon"]),
         ("run", "lora=None, not 4", ["--drafter", one, "--lora", 4]),
         ("lora", "lora=4, not 8", ["--drafter", one, "--lora", 8]),
         ("lora", "lora=4, not None", []),

@@ -40,7 +40,7 @@ def build(target: LlamaForCausalLM, **overrides: Any) -> FlashMapDrafter:
 def trainer_for(
     target: LlamaForCausalLM, drafter: FlashMapDrafter, sequences: list[SequenceFeatures], folder: Path, **options: Any
 ) -> FlashMapTrainer:
-    fields = {"runs": 4, "run_length": 4, "ema": 0.9, "report_to": "none", "features": [folder]}
+    fields = {"runs": 4, "run_length": 4, "ema": 0.9, "report_to": "none", "features": [folder], "optimiser": "muon"}
     source = LoadedFeatures(sequences, TAPS, 8)
     held_out = LoadedFeatures(sequences[:2], TAPS, 8)
     return build_trainer(target, drafter, source, held_out, TrainConfig(folder, **(fields | options)))  # type: ignore[arg-type]
