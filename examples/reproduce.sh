@@ -17,7 +17,7 @@ PROMPTS=${PROMPTS:-}                # empty: the target writes NUM_PROMPTS of th
 NUM_PROMPTS=${NUM_PROMPTS:-12000}
 TEST_PROMPTS=${TEST_PROMPTS:-}      # empty: the target writes them, with another seed
 RESPOND_ARGS=${RESPOND_ARGS:-}
-# what docs/experiments.md, section 8, found best after few blocks; hide-share 1: trained for rejection, not for shared noise
+# what docs/experiments.md, section 14, found best; hide-share 1: trained for rejection, not for shared noise
 TRAIN_ARGS=${TRAIN_ARGS:---layers 3 --block-size 4 --window 4 --transition-rank 64 --kl 0.5 --cross-entropy 0.5 --hide-share 1}
 EVALUATE_ARGS=${EVALUATE_ARGS:---limit 64 --timed}
 CARD_ARGS=${CARD_ARGS:---license apache-2.0}   # for a target in a folder: --base-model org/model too

@@ -118,7 +118,7 @@ def trained_baselines(target: PreTrainedModel, folder: Path) -> list[Method]:
         raise ValueError(f"baselines={folder} holds none of {names}: train them with `flashmap baselines`.")
     equal = folder / FLASHMAP
     return [trained_baseline(target, path) for path in found] + (
-        [flashmap_equal(target, equal)] if (equal / "config.json").is_file() else []
+        flashmap_equal(target, equal) if (equal / "config.json").is_file() else []
     )
 
 
@@ -198,11 +198,16 @@ def way(
     )
 
 
-def flashmap_equal(target: PreTrainedModel, folder: Path) -> Method:
-    """The drafter that `flashmap baselines` trained as long as the others, one step."""
+def flashmap_equal(target: PreTrainedModel, folder: Path) -> list[Method]:
+    """The drafter that `flashmap baselines` trained as long as the others: one step, what is compared; and a tree."""
     drafter = drafters.load(str(folder), dtype=target.dtype, device=target.device)
     check_target(drafter.config, target)
-    return way(drafter, target, details_of(str(folder), drafter), EQUAL, "FlashMap, trained as the baselines", {})
+    details, label = details_of(str(folder), drafter), "FlashMap, trained as the baselines"
+    tree = WAYS["flashmap_tree"][1]
+    return [
+        way(drafter, target, details, EQUAL, label, {}),
+        way(drafter, target, details, f"{EQUAL}_tree", f"{label}, tree", tree),
+    ]
 
 
 def variant(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str) -> Method:

@@ -54,7 +54,8 @@ def test_every_method_has_every_number(record):
     assert [run["temperature"] for run in record["temperatures"]] == [0.0, 1.0]
     for run in record["temperatures"]:
         assert [name for name in run["methods"] if name in NAMES] == NAMES
-        assert "flashmap_equal" in run["methods"] and "flashmap:deep" not in run["methods"]
+        assert {"flashmap_equal", "flashmap_equal_tree"} < run["methods"].keys()
+        assert "flashmap:deep" not in run["methods"]
         for groups in run["methods"].values():
             overall = groups["overall"]
             assert list(groups["categories"]) == ["multi", "multi/writing", "coding"]
