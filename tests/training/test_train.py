@@ -55,8 +55,12 @@ def test_features_then_train(place: Path, tmp_path: Path, capsys: pytest.Capture
     assert drafter.config.block_size == 3 and drafter.config.draft_vocab_size == 20
     assert drafter.config.tokenizer_hash is not None and drafter.config.hidden_size == 32
     record = json.loads((tmp_path / "drafter" / "training.json").read_text())
-    assert record["held_out_answers"] == 3 and 40 <= record["blocks"] <= record["steps"] * 8 == 48  # some have no label
-    assert (record["answers"], record["sampled_answers"], record["processes"]) == (13, 7, 1)
+    assert record["held_out_answers"] == 6 and 40 <= record["blocks"] <= record["steps"] * 8 == 48  # some have no label
+    assert (record["answers"], record["sampled_answers"], record["processes"]) == (
+        10,
+        6,
+        1,
+    )  # copies are held out together
     assert record["held_out_history"][-1]["held_out_tokens_per_step"] == round(record["held_out_tokens_per_step"], 4)
     assert record["provenance"]["versions"]["torch"] == torch.__version__
     assert str(place) not in json.dumps(record)
