@@ -151,13 +151,15 @@ def draw(
     *,
     hide_share: float,
     start_share: float,
+    hide_greedy: float = 0.0,
     noise_size: int = 0,
     process: int = 0,
     processes: int = 1,
 ) -> Draws:
     """The randomness of `batch`, which is the share of `process`: together the shares draw what one process would.
 
-    u is uniform in each token's interval, 0 when greedy; hidden (NaN) for `hide_share` of the sampled blocks.
+    u is uniform in each token's interval, 0 when greedy; hidden (NaN) for `hide_share` of the sampled blocks and
+    `hide_greedy` of the greedy ones.
     s is 0 for `start_share` of the blocks, else uniform in [0, 0.9). noise_size: D of the independent prior, or 0.
     """
 
@@ -166,7 +168,7 @@ def draw(
 
     count, run, size = batch.labels.shape
     u = batch.f_left + uniform(count, run, size) * (batch.f_right - batch.f_left)
-    hidden = (uniform(count, run) < hide_share) & batch.sampled
+    hidden = uniform(count, run) < torch.where(batch.sampled, hide_share, hide_greedy)
     s = torch.where(uniform(count, run) < start_share, torch.zeros(()), uniform(count, run) * 0.9)
     noise = None
     if noise_size:

@@ -46,7 +46,10 @@ class TrainConfig:
     # batches
     runs: int = option(24, "a batch is so many runs of consecutive anchors, on each process")
     run_length: int = option(2, "anchors of a run; they share the context, which is computed once")
-    hide_share: float = option(0.2, "share of the sampled blocks whose noise u is hidden from the network")
+    hide_share: float = option(
+        0.2,
+        "share of the sampled blocks with hidden noise u; with --kl of half as many greedy ones",
+    )
     start_share: float = option(0.85, "share of the blocks at time s = 0; the others draw s from U[0, 0.9)")
     # losses
     cross_entropy: float = option(1.0, "weight of the cross-entropy at the endpoint")

@@ -90,6 +90,8 @@ class FlashMapTrainer:
             batch,
             torch.Generator().manual_seed(config.seed * 1_000_003 + self.step),
             hide_share=config.hide_share,
+            # greedy labels are no draws of the law that a hidden noise asks for; with KL its law is there all the same
+            hide_greedy=config.hide_share / 2 if config.kl else 0.0,
             start_share=config.start_share,
             noise_size=model.target_hidden_size if model.coupling == "independent" else 0,
             process=accelerator.process_index,
