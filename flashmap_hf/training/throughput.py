@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = default_device()
     steps = []
     for runs in args.runs:
-        config = TrainConfig(args.out, features=[args.out], runs=runs, run_length=16, optimiser="muon")
+        config = TrainConfig(args.out, features=[args.out], runs=runs, run_length=16)
         for window in args.windows:
             for block_size in args.block_sizes:
                 steps.append(measure(block_size, window, args.layers, args.draft_vocab, config, device))

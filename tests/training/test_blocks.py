@@ -124,6 +124,13 @@ def test_noise_lies_in_the_interval_and_is_hidden_for_sampled_answers_only() -> 
     assert not u[1].any()
 
 
+def test_greedy_blocks_are_hidden_by_a_share_of_their_own() -> None:
+    batch = make_batch([sequence(2, 40, seed=1, sampled=True), sequence(2, 40)], [2, 2], 30, 4, 3)
+    u = draw(batch, torch.Generator().manual_seed(0), hide_share=0.0, start_share=1.0, hide_greedy=0.5).u
+    hidden = u.isnan().any(-1)
+    assert not hidden[0].any() and 5 < int(hidden[1].sum()) < 25 and torch.equal(u.isnan().all(-1), hidden)
+
+
 def test_times_start_at_zero_for_their_share() -> None:
     batch = make_batch([sequence(2, 400)], [2], 300, 2, 2)
     s = draw(batch, torch.Generator().manual_seed(0), hide_share=0.0, start_share=0.75).s

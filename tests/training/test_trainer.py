@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import flashmap_hf
 from flashmap_hf import FlashMapConfig, FlashMapDrafter
+from flashmap_hf.training import trainer as trainer_module
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.blocks import draw, make_batch
 from flashmap_hf.training.config import TrainConfig
@@ -314,6 +315,27 @@ def test_a_run_is_not_resumed_with_another_drafter(
     other = trainer_for(target, FlashMapDrafter(FlashMapConfig.from_dict(fields)), sequences, tmp_path)
     with pytest.raises(ValueError, match=rf"holds a run with {name}=\w+, not {value}"):
         other.load_checkpoint()
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(0.0, 0.0), (0.5, 0.3)])
+def test_greedy_blocks_hide_their_noise_only_where_kl_gives_them_a_law(
+    target: LlamaForCausalLM,
+    sequences: list[SequenceFeatures],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kl: float,
+    expected: float,
+) -> None:
+    shares: list[float] = []
+
+    def noted(*args: Any, hide_greedy: float, **rest: Any) -> Any:
+        shares.append(hide_greedy)
+        return draw(*args, hide_greedy=hide_greedy, **rest)
+
+    monkeypatch.setattr(trainer_module, "draw", noted)
+    trainer = trainer_for(target, build(target), sequences, tmp_path, kl=kl, hide_share=0.6, max_steps=1)
+    trainer.train_step(next(iter(trainer.batches())), 1.0)
+    assert shares == [expected]
 
 
 def test_sizes_that_make_no_batch_are_refused(
