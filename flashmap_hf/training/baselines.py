@@ -48,7 +48,9 @@ class Options:
     held_out: int = option(64, "as in `flashmap train`")
     runs: int = option(24, "a batch is so many runs of consecutive anchors")
     run_length: int = option(2, "anchors of a run")
-    hide_share: float = option(0.2, "of flashmap: share of the sampled blocks whose noise is hidden from it")
+    hide_share: float = option(
+        0.2, "of flashmap: share of the sampled blocks with hidden noise u; with --kl of half as many greedy ones"
+    )
     cross_entropy: float = option(1.0, "weight of the cross-entropy at the endpoint")
     velocity: float = option(0.1, "weight of the regression to what the endpoint stands for")
     kl: float = option(0.0, "weight of KL(target at temperature 1 || drafter)")

@@ -151,9 +151,9 @@ class Part:
 def split(source: FeatureSource, held_out: int) -> tuple[Part, Part]:
     """What to train on, and what is held out: `held_out` greedy answers and half as many sampled ones.
 
-    They are those whose tokens have the smallest digests: a sample of the whole, in whatever order it comes. So, too,
-    when answers are added or folders put together, none that was trained on is held out: what is smaller than they are
-    is new. Copies of a held-out answer go with it. Of few answers at most a quarter goes.
+    They are those whose tokens have the smallest digests: a sample of the whole, in whatever order it comes. Of few
+    answers at most a quarter goes. Once there are more, and answers are added or folders put together, none that was
+    trained on is held out: what is smaller than they are is new. Copies of a held-out answer go with it.
     """
     chosen: set[int] = set()
     for sampled, wanted in ((False, held_out), (True, held_out // 2)):
@@ -165,7 +165,7 @@ def split(source: FeatureSource, held_out: int) -> tuple[Part, Part]:
 
 
 def digest(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(repr([int(token) for token in tokens]).encode()).digest()
+    return hashlib.sha256(repr(list(tokens)).encode()).digest()
 
 
 def draft_vocabulary(source: FeatureSource, size: int, always: Sequence[int], proposable: int) -> torch.Tensor:

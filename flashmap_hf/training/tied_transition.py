@@ -1,8 +1,8 @@
 """A transition while it is trained: projections of the target's own matrices in place of tables of its own.
 
-A row for each token learns by heart what follows a rare one in the answers at hand. On those answers the network then
-has less left to learn, and on others the row is of no help. Tied, A is E P and B is W_U Q, of rank * D numbers in P as
-in Q, which all tokens share. A drafter is saved with the tables themselves, as generation reads them.
+A row for each token has only its own occurrences to learn from, which are few for most. Tied, A is E P and B is W_U Q:
+rank * D numbers in P as in Q, which all tokens share, and no stage that fits tables before training. A drafter is saved
+with the tables themselves, as generation reads them. docs/experiments.md, section 14, compares the two.
 """
 
 from typing import Any
@@ -60,7 +60,8 @@ def tie_tables(head: DraftHead, embeddings: torch.Tensor, unembedding: torch.Ten
         return
     rank, width = table.endpoint.weight.shape
     tied = TiedTransition(width, rank)
-    tied.bind(embeddings[head.ids], unembedding[head.ids])
+    place, ids = table.endpoint.weight.device, head.ids.to(embeddings.device)  # a target may be on a GPU already
+    tied.bind(embeddings[ids].to(place), unembedding[ids].to(place))
     tied.previous.weight.copy_(torch.linalg.lstsq(tied.embeddings, table.previous.weight[:-1]).solution.T)
     tied.readout.weight.copy_(torch.linalg.lstsq(tied.rows, table.readout.weight).solution)
     tied.endpoint.weight.copy_(table.endpoint.weight)

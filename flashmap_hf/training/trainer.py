@@ -257,13 +257,13 @@ class FlashMapTrainer:
             part, _, rest = name.partition(".")
             if part in parts:
                 parts[part][rest] = tensor.to(device)
-        if self.config.lora is not None:
-            self.check_base(parts["model"])
         if parts["model"].keys() != self.drafter.state_dict().keys():
             raise ValueError(
                 f"{self.folder} holds a run of another version, which trained other tensors: use another folder, or "
                 "go on from its drafter with --drafter."
             )
+        if self.config.lora is not None:
+            self.check_base(parts["model"])
         self.drafter.load_state_dict(parts["model"])
         self.objective.read_draft_vocabulary()  # a checkpoint may hold other ids than the drafter was built with
         self.average, self.best_average = parts["average"], parts["best"]

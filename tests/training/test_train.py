@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import flashmap_hf
 from flashmap_hf import FlashMapDrafter
 from flashmap_hf.cli import main
+from flashmap_hf.head import Transition
 from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.features import make_features
@@ -89,6 +90,21 @@ def test_a_configuration_from_a_file_is_trained(
         (tmp_path / "other" / "config.json").write_text(json.dumps(fields))
         assert command(place, "train", *args[:-1], tmp_path / "other", "--out", tmp_path / "none") == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_transition_is_saved_as_tables_and_trained_on_from_them(place: Path, tmp_path: Path) -> None:
+    """Going on at no rate to speak of gives the same tables: what was tied is tied again, by least squares."""
+    assert train(place, tmp_path / "run", "--transition-rank", 4, "--max-steps", 6) == 0
+    first = FlashMapDrafter.from_pretrained(tmp_path / "run" / "drafter", dtype=torch.float32).head.transition
+    assert isinstance(first, Transition) and first.previous.weight.shape == (21, 4)
+    assert bool(first.readout.weight.any())
+    args = ["--drafter", tmp_path / "run" / "drafter", "--max-steps", 1, "--adam-lr", 1e-9]
+    assert train(place, tmp_path / "on", *args) == 0
+    again = FlashMapDrafter.from_pretrained(tmp_path / "on" / "drafter", dtype=torch.float32).head.transition
+    assert isinstance(again, Transition)
+    for name in ("previous", "endpoint", "readout"):
+        tables = (getattr(found, name).weight for found in (again, first))
+        torch.testing.assert_close(*tables, rtol=0.02, atol=1e-3)  # both rounded to bfloat16
 
 
 def test_online_training_needs_no_files_and_learns_the_same(place: Path, tmp_path: Path) -> None:
