@@ -24,6 +24,7 @@ from flashmap_hf.few_rows import FewRows, faster_counts
 from flashmap_hf.generation_config import DraftOptions
 from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
+from flashmap_hf.sampled_tree import Offers
 from flashmap_hf.tree import TokenTree, chain
 from flashmap_hf.verification import draw, first_argmax
 
@@ -38,15 +39,12 @@ ARGMAX_INVARIANT = (
 )
 
 
-Offers = list[list[tuple[int, torch.Tensor]]]  # by place (anchor, nodes): child nodes in turn, each with its law [V]
-
-
 @dataclass(frozen=True)
 class Draft:
     """Drafted tokens of one sequence.
 
     tree: what is verified. offers (rejection only): after the anchor and after each node, the children in the order in
-    which they are tried, each with the law that it was drawn from; drafts that agree repeat a child.
+    which they are tried, each with the law that it was drawn from, or None for one that was taken for certain.
     """
 
     tree: TokenTree
@@ -70,8 +68,10 @@ class Draft:
 
     @property
     def probs(self) -> torch.Tensor | None:
-        """`[N, V]`: the law each node was drawn from, where no node was drawn twice."""
-        return None if self.offers is None else torch.stack([law for offer in self.offers for _, law in offer])
+        """`[N, V]`: the law that each node of a chain was drawn from."""
+        if self.offers is None:
+            return None
+        return torch.stack([law for offer in self.offers for _, law in offer if law is not None])
 
 
 NOTHING = Draft(chain([], []))
@@ -190,8 +190,8 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         head = self.drafter.head
         logits = output.logits[0, :size].float()  # [k, N]
         processed = self.rule == "rejection" or len(self.argmax_processors) > 0
-        if head.transition is not None and not processed:
-            logits = self._followed(input_ids[0, -1], logits, output.z_1[0, :size])
+        if not processed:
+            logits = self.followed(input_ids[0, -1], logits, output.z_1)
         if not self.finite(logits):
             return NOTHING
         if processed:
@@ -233,12 +233,15 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             self.greedy_noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.drafter.device)
         return self.greedy_noise
 
-    def _followed(self, anchor: torch.Tensor, logits: torch.Tensor, z_1: torch.Tensor) -> torch.Tensor:
-        """Logits along the argmax path through the transition. anchor: `[]`; logits: `[k, N]`; z_1: `[k, D]`."""
+    def followed(self, anchor: torch.Tensor, logits: torch.Tensor, z_1: torch.Tensor | None) -> torch.Tensor:
+        """Logits along the argmax path, if there is a transition. anchor: `[]`; logits: `[k, N]`; z_1: `[1, K, D]`."""
         head = self.drafter.head
+        if head.transition is None:
+            return logits
+        assert z_1 is not None
         previous = head.draft_positions(anchor.to(logits.device))
         rows: list[torch.Tensor] = []
-        for row, z in zip(logits, z_1, strict=True):
+        for row, z in zip(logits, z_1[0], strict=False):
             rows.append(head.biased(row, z, previous))
             previous = first_argmax(rows[-1])
         return torch.stack(rows)
@@ -251,7 +254,6 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         sampled = self.rule == "rejection"
         processors: Any = self.pure_processors if sampled else LogitsProcessorList(self.argmax_processors)
         head = self.drafter.head
-        ids = head.ids
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         confidences: list[float] = []
@@ -262,9 +264,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
                 row = head.biased(row, z_1[0, k], head.draft_positions(prefix[0, -1].to(row.device)))
                 if not self.finite(row):
                     break  # the tokens so far stand: dropping them for what they led to would change the law
-            scores = row.new_full((1, self.vocab_size), -torch.inf).index_fill_(1, ids, 0.0)
-            scores[0, ids] = row
-            scores = processors(prefix, scores.to(input_ids.device))
+            scores = self._scores(prefix, row[None], processors)
             if not bool(scores.amax().isfinite()):
                 break  # nothing that the drafter knows is allowed here
             law = scores.softmax(-1)
@@ -273,7 +273,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
             confidences.append(float(law.max()))
             if self._confident(torch.tensor(confidences)) < len(confidences):
                 break
-            token = draw(law, self._uniform(law.device)) if sampled else law.argmax(-1)
+            token = self.drawn(law) if sampled else law.argmax(-1)
             tokens.append(token)
             probs.append(law)
             prefix = torch.cat([prefix, token[None]], dim=1)
@@ -282,9 +282,29 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         joint = torch.tensor(confidences[: len(tokens)]).cumprod(0).tolist()
         return Draft.of_chain(torch.cat(tokens), torch.cat(probs) if sampled else None, joint)
 
-    def _uniform(self, device: torch.device) -> torch.Tensor:  # -> [1] float64 in [0, 1)
+    def laws(self, prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:  # [M, T], [M, N] -> [M, V]
+        """What drafts are drawn from under rejection, each on its own prefix; NaN where nothing is allowed."""
+        processors: Any = self.pure_processors
+        if not processors:
+            return self._scores(prefixes, logits, processors).softmax(-1)
+        rows = [self._scores(prefix[None], row[None], processors) for prefix, row in zip(prefixes, logits, strict=True)]
+        return torch.cat(rows).softmax(-1)
+
+    def _scores(self, prefixes: torch.Tensor, logits: torch.Tensor, processors: Any) -> torch.Tensor:
+        """Draft logits over the whole vocabulary, processed. [M, T], [M, N] -> [M, V]"""
+        ids = self.drafter.head.ids
+        scores = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        scores[:, ids] = logits
+        processed: torch.Tensor = processors(prefixes, scores.to(prefixes.device))
+        return processed
+
+    def drawn(self, laws: torch.Tensor) -> torch.Tensor:  # [M, V] -> [M]
+        """One token from each law."""
+        return draw(laws, self._uniform(laws.device, len(laws)))
+
+    def _uniform(self, device: torch.device, count: int = 1) -> torch.Tensor:  # -> [count] float64 in [0, 1)
         place = device if self.generator is None else self.generator.device
-        return torch.rand(1, dtype=torch.float64, device=place, generator=self.generator).to(device)
+        return torch.rand(count, dtype=torch.float64, device=place, generator=self.generator).to(device)
 
     def _confident(self, confidence: torch.Tensor) -> int:  # [k] -> how many positions stay above the threshold
         threshold = self.options.assistant_confidence_threshold

@@ -241,8 +241,8 @@ def _draft(rows: list[Row], prompt: int) -> int:
             outputs[row.index] = type(output)(
                 logits=output.logits[one], z_1=None if output.z_1 is None else output.z_1[one]
             )
-    plan([row.proposals for row in rows], [outputs.get(row.index) for row in rows])
     with rows[0].proposals.candidates.products.applied():  # a transition is walked here
+        plan([row.proposals for row in rows], [row.input_ids for row in rows], [outputs.get(row.index) for row in rows])
         drafts = [row.proposals.propose(row.input_ids, outputs.get(row.index)) for row in rows]
     for row, draft in zip(rows, cut([row.proposals for row in rows], drafts), strict=True):
         row.draft = draft

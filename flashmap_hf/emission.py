@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from flashmap_hf.candidates import Draft
 from flashmap_hf.verification import first_argmax, quantile_token, sampled_token, verify_children
@@ -76,7 +77,10 @@ def emit(
 
 
 def _by_rejection(
-    tokens: list[int], offers: list[tuple[int, torch.Tensor]], scores: torch.Tensor, generator: torch.Generator | None
+    tokens: list[int],
+    offers: list[tuple[int, torch.Tensor | None]],
+    scores: torch.Tensor,
+    generator: torch.Generator | None,
 ) -> tuple[torch.Tensor, int]:
     """The offers in turn, each with the law it was drawn from; then what is left. -> `[1]` token, its node or -1."""
     if not offers:
@@ -84,7 +88,10 @@ def _by_rejection(
         u = torch.rand(1, dtype=torch.float64, device=place, generator=generator)
         return sampled_token(scores, u.to(scores.device)), -1
     children = torch.tensor([tokens[node] for node, _ in offers], device=scores.device)
-    laws = torch.stack([law for _, law in offers]).to(scores.device)
+    laws = F.one_hot(children, scores.shape[-1]).float()  # what is certain
+    for i, (_, law) in enumerate(offers):
+        if law is not None:
+            laws[i] = law
     verdict = verify_children(children, laws, scores[0], generator)
     child = int(verdict.child)
     return verdict.token.view(1), -1 if child < 0 else offers[child][0]

@@ -22,7 +22,7 @@ class FlashMapGenerationConfig(GenerationConfig):
             how many. Decisions depend on the tokens and on one calibration per process, never on a clock.
         tree_size: tokens of a tree, the anchor not counted, verified per step (at most 64). None: a chain, or as many
             as pay where `adaptive` is on.
-        num_drafts: under the rejection rule, so many independent drafts are merged into one tree. None: 1.
+        num_drafts: a tree of as many tokens as so many blocks have, where `tree_size` does not say. None: 1, a chain.
         draft_ngrams: also propose what followed earlier occurrences of the last two or three tokens; needs no drafter
             pass. None: as `adaptive`.
         seed: the call draws from generators of its own with this seed; None: from torch's global one.

@@ -10,7 +10,8 @@ from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator
 from flashmap_hf.generation_config import MAX_NODES
 from flashmap_hf.ngrams import NGramIndex
 from flashmap_hf.pace import Pace, choose_rows, wants_draft_rows
-from flashmap_hf.tree import Level, TokenTree, best_first, from_paths, merge
+from flashmap_hf.sampled_tree import LawLevel, expected, floor_for, grow
+from flashmap_hf.tree import Level, TokenTree, best_first, merge
 
 WIDTH = 8  # candidates after a node
 ADAPTIVE_NODES = 16  # what a tree may have where the pace cuts it
@@ -19,7 +20,6 @@ NGRAM_BRANCHES, NGRAM_LENGTH = 2, 10
 # pace corrects it by what is accepted.
 NGRAM_TRUST = {3: (0.75, 0.87), 2: (0.55, 0.67)}
 NGRAM_SECOND = 0.5  # of the trust that the first branch leaves: the second can only be right where that is not
-DRAFT_SECOND = 0.5  # the same of sampled drafts
 
 
 class Proposals:
@@ -38,7 +38,8 @@ class Proposals:
         self.branches: list[tuple[list[int], list[float]]] = []
         self.drafted = False  # whether a drafter pass was made for this step, for this sequence or others
         self.room = 0  # tokens that a pass may draft
-        self.sizes: list[int] = []  # rejection: of the drafts to draw
+        self.size = 0  # rejection: nodes to draw
+        self.typical: torch.Tensor | None = None  # rejection, a tree: `[k, V]`, the laws along the likeliest path
 
     def see(self, tokens: Sequence[int]) -> None:
         """Newly committed tokens, the prompt first."""
@@ -50,7 +51,7 @@ class Proposals:
         self.branches = self._ngram_branches(self._length(input_ids))
         self.drafted = False
         self.room = self.candidates.room(input_ids)
-        self.sizes = []
+        self.size, self.typical = 0, None
 
     def _length(self, input_ids: torch.Tensor) -> int:  # the target adds one token of its own
         return max(0, self.candidates.max_length - input_ids.shape[1] - 1)
@@ -75,7 +76,7 @@ class Proposals:
         size = self.room
         if output is not None and size > 0:
             if self.candidates.rule == "rejection":
-                draft = self._sampled(input_ids, output)
+                draft = self._sampled(input_ids, output) if self.size else NOTHING
             elif self._whole_tree:
                 draft = Draft(self._lattice(input_ids, output, size))
             else:
@@ -94,12 +95,15 @@ class Proposals:
         return plain and self.trees and (asked or self.options.adaptive)
 
     def _lattice(self, input_ids: torch.Tensor, output: Any, size: int) -> TokenTree:
-        several = min(size * self.options.num_drafts, MAX_NODES)
-        nodes = self.options.tree_size or (several if self.options.num_drafts > 1 else ADAPTIVE_NODES)
         logits = output.logits[0, :size].float()
         if not self.candidates.finite(logits):
             return NOTHING.tree
-        return best_first(self._level(int(input_ids[0, -1]), logits, output.z_1), size, nodes)
+        return best_first(self._level(int(input_ids[0, -1]), logits, output.z_1), size, self._nodes(size))
+
+    def _nodes(self, size: int) -> int:
+        """How many a tree within `size` tokens of the anchor may have, before the pace has its say."""
+        several = min(size * self.options.num_drafts, MAX_NODES)
+        return self.options.tree_size or (several if self.options.num_drafts > 1 else ADAPTIVE_NODES)
 
     def _level(self, anchor: int, logits: torch.Tensor, z_1: torch.Tensor | None) -> Level:  # [k, N], [1, K, D]
         head = self.candidates.drafter.head
@@ -118,31 +122,44 @@ class Proposals:
 
         return level
 
-    def draft_claims(self, output: Any | None) -> list[list[float]]:
-        """Rejection: what each draft claims before any of its tokens is drawn."""
+    def draft_claims(self, input_ids: torch.Tensor, output: Any | None) -> list[float]:
+        """Rejection: what each node claims, the first ones first, before any of its tokens is drawn."""
         if output is None or self.room < 1:
             return []
         logits = output.logits[0, : self.room].float()
         if not self.candidates.finite(logits):
             return []
-        several = self.options.num_drafts if self.trees and self.candidates.drafter.config.coupling == "quantile" else 1
-        modes = logits.softmax(-1).amax(-1).cumprod(0)
-        return [(modes * DRAFT_SECOND**i).tolist() for i in range(several)]
+        if self._whole_tree:  # nothing of it is drawn, so it may decide how much will be
+            likeliest = self.candidates.followed(input_ids[0, -1], logits, output.z_1)
+            self.typical = self.candidates.laws(input_ids.expand(len(logits), -1), likeliest)
+            return expected(self.typical, self._nodes(self.room))
+        modes: list[float] = logits.softmax(-1).amax(-1).cumprod(0).tolist()
+        return modes
 
     def _sampled(self, input_ids: torch.Tensor, output: Any) -> Draft:
-        """Independent drafts merged by prefix, as long as `plan` says."""
-        drafts = [self.candidates.read(input_ids, output, size) for size in self.sizes if size]
-        drafts = [draft for draft in drafts if len(draft.tree)]
-        if len(drafts) < 2:
-            return drafts[0] if drafts else NOTHING
-        tree, order = from_paths([draft.tree.tokens for draft in drafts])
-        laws: list[list[torch.Tensor]] = [[] for _ in range(len(tree) + 1)]  # by place, in the order of the drafts
-        for draft in drafts:
-            place, offers = 0, draft.offers or []
-            for token, offer in zip(draft.tree.tokens, offers, strict=False):
-                laws[place].append(offer[0][1])
-                place = 1 + next(child for child in tree.children[place] if tree.tokens[child] == token)
-        return Draft(tree, [list(zip(nodes, given, strict=True)) for nodes, given in zip(order, laws, strict=True)])
+        """A tree or a chain of `size` drawn tokens, as `plan` says."""
+        if self.typical is None:
+            return self.candidates.read(input_ids, output, self.size)
+        floor = floor_for(self.typical, self.size)
+        logits = output.logits[0, : self.room].float()
+        level = self._law_level(input_ids, logits, output.z_1)
+        return Draft(*grow(level, self.room, self.size, floor, lambda laws, _: self.candidates.drawn(laws)))
+
+    def _law_level(self, input_ids: torch.Tensor, logits: torch.Tensor, z_1: torch.Tensor | None) -> LawLevel:
+        head = self.candidates.drafter.head
+
+        def level(k: int, paths: list[list[int]]) -> torch.Tensor | None:
+            prefixes = torch.cat([input_ids.expand(len(paths), -1), input_ids.new_tensor(paths).view(len(paths), k)], 1)
+            rows = logits[k : k + 1].expand(len(paths), -1)
+            if head.transition is not None:
+                assert z_1 is not None
+                previous = head.draft_positions(prefixes[:, -1].to(rows.device))
+                rows = head.biased(rows, z_1[0, k : k + 1], previous)
+                if not self.candidates.finite(rows):
+                    return None
+            return self.candidates.laws(prefixes, rows)
+
+        return level
 
     def _merged(self, draft: Draft) -> Draft:
         """With the n-gram branches. Under rejection a branch's token is offered last, as certain."""
@@ -152,8 +169,7 @@ class Proposals:
         tree = merge(draft.tree, self.branches)
         offers = [*(draft.offers or [[]]), *([] for _ in range(len(tree) - old))]
         for node in range(old, len(tree)):
-            certain = F.one_hot(torch.tensor(tree.tokens[node]), self.candidates.vocab_size).float()
-            offers[tree.parents[node] + 1].append((node, certain))
+            offers[tree.parents[node] + 1].append((node, None))
         return Draft(tree, offers)
 
     def _likelier(self, draft: Draft) -> Draft:
@@ -174,10 +190,10 @@ class Proposals:
 
 def no_lattice(candidates: FlashMapCandidateGenerator) -> str | None:
     """Why a tree that was asked for would be one chain; None where it is a tree."""
-    if candidates.rule == "rejection":
-        return None  # its trees are made of several drafts
     if candidates.options.assistant_confidence_threshold:
         return "assistant_confidence_threshold ends one path"
+    if candidates.rule == "rejection":
+        return None  # each law is processed on its own path
     for processor in candidates.argmax_processors:
         return f"{type(processor).__name__} is applied along one path"
     return None
@@ -192,19 +208,22 @@ def wanting(proposals: Sequence[Proposals]) -> list[int]:
     return able
 
 
-def plan(proposals: Sequence[Proposals], outputs: Sequence[Any | None]) -> None:
+def plan(proposals: Sequence[Proposals], inputs: Sequence[torch.Tensor], outputs: Sequence[Any | None]) -> None:
     """Rejection: how much of each draft and branch to verify, before a token is drawn: a choice that knew the tokens
-    would condition them on having been kept, and bias the law. outputs: the drafter's for each, None without a pass."""
+    would condition them on having been kept, and bias the law.
+
+    inputs: `[1, T]` each; outputs: the drafter's for each, None without a pass.
+    """
     if proposals[0].candidates.rule != "rejection":
         return
     sources = []
-    for p, output in zip(proposals, outputs, strict=True):
-        drafts, branches = p.draft_claims(output), [joint for _, joint in p.branches]
+    for p, input_ids, output in zip(proposals, inputs, outputs, strict=True):
+        claims, branches = p.draft_claims(input_ids, output), [joint for _, joint in p.branches]
         if not p.trees and branches:  # one chain: the more promising one
-            better = sum(map(sum, drafts)) >= sum(branches[0])
-            drafts, branches = (drafts, []) if better else ([], branches[:1])
-        p.sizes, p.branches = [len(joint) for joint in drafts], p.branches[: len(branches)]
-        sources.append([*drafts, *branches])
+            better = sum(claims) >= sum(branches[0])
+            claims, branches = (claims, []) if better else ([], branches[:1])
+        p.branches = p.branches[: len(branches)]
+        sources.append([claims, *branches])
     paces = [p.pace for p in proposals if p.pace is not None]
     most = proposals[0].options.tree_size or MAX_NODES
     ranked = [sorted(((c, -k) for k, joint in enumerate(claims) for c in joint), reverse=True) for claims in sources]
@@ -214,9 +233,8 @@ def plan(proposals: Sequence[Proposals], outputs: Sequence[Any | None]) -> None:
     for p, claims, count in zip(proposals, ranked, counts, strict=True):
         # claims never rise within a source: what is kept of one is its beginning
         kept = [-k for _, k in claims[: min(count, most)]]
-        several = len(p.sizes)
-        p.sizes = [kept.count(k) for k in range(several)]
-        lengths = [kept.count(several + k) for k in range(len(p.branches))]
+        p.size = kept.count(0)
+        lengths = [kept.count(k + 1) for k in range(len(p.branches))]
         p.branches = [(t[:n], j[:n]) for (t, j), n in zip(p.branches, lengths, strict=True) if n]
 
 

@@ -2,8 +2,7 @@
 
 Trees are small (tens of nodes) and every step builds one: plain lists and integers, no tensor until the mask.
 
-Best-first trees: Chen et al. 2024 (arXiv:2402.12374), Li et al. 2024 (arXiv:2406.16858); sampled drafts merged by
-prefix: Miao et al. 2024 (arXiv:2305.09781).
+Best-first trees: Chen et al. 2024 (arXiv:2402.12374), Li et al. 2024 (arXiv:2406.16858).
 """
 
 from __future__ import annotations
@@ -165,26 +164,6 @@ def merge(tree: TokenTree, branches: Sequence[tuple[Sequence[int], Sequence[floa
             node, bound = merged.child(node, token), min(bound, p)
             merged.joint[node] = max(merged.joint[node], bound)
     return TokenTree(merged.tokens, merged.parents, merged.joint)
-
-
-def from_paths(paths: Sequence[Sequence[int]]) -> tuple[TokenTree, list[list[int]]]:
-    """Several drafts, each drawn from the drafter's law, merged by shared prefix.
-
-    Returns:
-        The tree, whose `joint` is the share of drafts through a node; and for the anchor (index 0) and each node i
-        (index i + 1) its children in draft order *with repetition*: rejection sampling tries each draw once, also
-        where two drafts drew the same token.
-    """
-    trie, draws = _Trie([], [], []), [list[int]()]
-    for path in paths:
-        node = -1
-        for token in path:
-            child = trie.child(node, token)
-            draws += [[] for _ in range(len(trie.tokens) + 1 - len(draws))]
-            draws[node + 1].append(child)
-            trie.joint[child] += 1 / len(paths)
-            node = child
-    return TokenTree(trie.tokens, trie.parents, trie.joint), draws
 
 
 def walk_choices(tree: TokenTree, choices: Sequence[int]) -> list[int]:

@@ -329,7 +329,7 @@ def test_whether_a_draft_or_an_ngram_is_offered_does_not_depend_on_the_tokens_dr
         proposals.look_up(text)
         drawn = proposals.candidates.read(text, output, K)
         claims.add(sum(drawn.tree.joint) >= sum(proposals.branches[0][1]))
-        plan([proposals], [output])
+        plan([proposals], [text], [output])
         draft = proposals.propose(text, output)
         used.add(len(draft.tree) == K)
     assert claims == {True, False}  # the tokens drawn would have decided
@@ -346,7 +346,7 @@ def test_sampled_drafts_and_ngrams_together_stay_within_the_stake(trees: bool, d
         proposals, output, text = sampled_proposals(trees, pace, adaptive=True, num_drafts=drafts)
         proposals.look_up(text)
         proposals.drafted = True
-        plan([proposals], [output])
+        plan([proposals], [text], [output])
         draft = proposals.propose(text, output)
         assert cost.price(1, len(draft.tree)) + cost.draft_price <= pace.stake + 1e-9
         assert len(draft.tree) > 0
@@ -356,7 +356,7 @@ def test_sampled_drafts_and_ngrams_together_stay_within_the_stake(trees: bool, d
 def test_the_size_of_a_tree_holds_for_sampled_drafts_too(size: int) -> None:
     proposals, output, text = sampled_proposals(True, tree_size=size, num_drafts=3)
     proposals.look_up(text)
-    plan([proposals], [output])
+    plan([proposals], [text], [output])
     assert 1 <= len(proposals.propose(text, output).tree) <= size
 
 

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # These import nothing of ours.
     ("verification", "flow", "provenance", "targets", "fingerprints", "statistics", "markdown", "few_rows"),
     ("tree", "ngrams", "costs"),
+    ("sampled_tree",),
     ("devices", "prompts", "prompt_files", "options", "progress", "pace", "target_outline"),
     ("configuration_flashmap", "generation_config", "hub_errors"),
     ("conditioning", "velocity", "head", "compatibility", "loading", "sharing"),

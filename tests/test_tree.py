@@ -16,7 +16,6 @@ from flashmap_hf.tree import (
     best_first,
     best_first_reference,
     chain,
-    from_paths,
     merge,
     walk_choices,
 )
@@ -251,29 +250,6 @@ def test_merge_is_the_union_of_texts(tree, branches):
     assert texts(merged) == expected
     assert merged.tokens[: len(tree)] == tree.tokens
     assert merged.parents[: len(tree)] == tree.parents
-
-
-def test_sampled_paths_keep_their_draws():
-    tree, draws = from_paths([[1, 2], [3], [1, 2], [1, 4]])
-    assert tree == TokenTree([1, 2, 3, 4], [-1, 0, -1, 0], [0.75, 0.5, 0.25, 0.25])
-    assert draws == [[0, 2, 0, 0], [1, 1, 3], [], [], []]
-    assert from_paths([]) == (TokenTree([], [], []), [[]])
-    assert from_paths([[], []]) == (TokenTree([], [], []), [[]])
-
-
-@given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5))
-def test_draws_spell_every_path(paths):
-    tree, draws = from_paths(paths)
-    check(tree)
-    assert len(draws) == len(tree) + 1
-    prefixes = {tuple(path[:k]) for path in paths for k in range(1, len(path) + 1)}
-    assert set(texts(tree)) == prefixes
-    for node in range(-1, len(tree)):
-        prefix = [tree.tokens[n] for n in tree.path(node)]
-        following = [path[len(prefix)] for path in paths if path[: len(prefix)] == prefix and len(path) > len(prefix)]
-        assert [tree.tokens[child] for child in draws[node + 1]] == following
-        if node >= 0:
-            assert tree.joint[node] == pytest.approx(sum(p[: len(prefix)] == prefix for p in paths) / len(paths))
 
 
 # --- the accepted path ----------------------------------------------------------------------------------------------

@@ -14,12 +14,11 @@ from conftest import FAMILIES, oracle_for, random_prompt, tiny_drafter, tiny_tar
 from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
-from table_model import RIGHT, WRONG, K, V, check_law, long_run, table_pair
+from table_model import RIGHT, WRONG, K, check_law, long_run, table_pair
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import flashmap_hf
-from flashmap_hf import FlashMapGenerationConfig
-from flashmap_hf.candidates import FlashMapCandidateGenerator
+from flashmap_hf import FlashMapGenerationConfig, sampled_tree
 from flashmap_hf.tree import TokenTree
 
 FULL = [name for name in FAMILIES if name in ("llama", "qwen3", "phi", "gpt2", "mixtral", "qwen3_moe")]
@@ -181,21 +180,25 @@ def test_law_with_a_transition(options: dict[str, Any]) -> None:
     check_law(*long_run(*table_pair(transition_rank=4), seed=23, tokens=2400, rule="rejection", top_k=0, **options))
 
 
+@pytest.mark.parametrize(
+    "options", [{"tree_size": 5}, {"tree_size": 12}, {"temperature": 0.8, "top_k": 3, "tree_size": 6}], ids=str
+)
+@pytest.mark.parametrize("coupling", ["quantile", "independent"])
+def test_law_of_sampled_trees(coupling: str, options: dict[str, Any]) -> None:
+    pair = table_pair(transition_rank=4, coupling=coupling)
+    p, stats = long_run(*pair, seed=25, tokens=2400, rule="rejection", **({"top_k": 0} | options))
+    assert stats.nodes > stats.drafted, "no tree had a second branch"
+    check_law(p, stats)
+
+
 def test_a_branch_offered_with_another_law_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness can fail: a second draft that is tried as if it were certain is accepted too often."""
-    read = FlashMapCandidateGenerator.read
+    """The harness can fail: a likeliest token that is said to be drawn is accepted too often."""
+    drawn = sampled_tree._drawn
 
-    def certain(self: FlashMapCandidateGenerator, *args: Any) -> Any:
-        draft = read(self, *args)
-        if draft.offers is not None:
-            for offer in draft.offers:
-                offer[:] = [
-                    (node, torch.nn.functional.one_hot(torch.tensor(draft.tree.tokens[node]), V).float() * 0.3)
-                    for node, _ in offer
-                ]
-        return draft
+    def likeliest(*args: Any) -> Any:
+        return [(node, int(law.argmax()), law) for node, _, law in drawn(*args)]
 
-    monkeypatch.setattr(FlashMapCandidateGenerator, "read", certain)
+    monkeypatch.setattr(sampled_tree, "_drawn", likeliest)
     p, _ = long_run(*table_pair(), seed=24, tokens=6000, rule="rejection", num_drafts=2, top_k=0)
     assert p < WRONG < RIGHT, p
 

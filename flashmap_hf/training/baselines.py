@@ -25,14 +25,16 @@ from flashmap_hf.training.append_rows import only_writer
 from flashmap_hf.training.baseline_trainer import BaselineTrainer
 from flashmap_hf.training.checkpoint import MARKER
 from flashmap_hf.training.config import TrainConfig
-from flashmap_hf.training.rejection import choose_rule
+from flashmap_hf.training.rejection import HiddenNoiseObjective, choose_rule
 from flashmap_hf.training.sources import FeatureSource, draft_vocabulary, split, stored_features
 from flashmap_hf.training.tied_transition import tie
 from flashmap_hf.training.train import OWN_FIELDS, check_readout, matrices, record
 from flashmap_hf.training.trainer import FlashMapTrainer
+from flashmap_hf.training.tree_walk import tree_facts
 
 FLASHMAP = "flashmap"
 RUN = "run"  # the folder in a drafter's folder
+TREES = (8, 16)  # nodes of trees that the FlashMap drafter is tried with, beside as many as a block has
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def train(
         facts = record(trainer, training, held_out)
         if kind == FLASHMAP:
             facts |= choose_rule(trainer, held_out)
+            hidden = HiddenNoiseObjective(drafter, *matrices(target, drafter.config), 1.0)
+            facts |= tree_facts(hidden, held_out, [drafter.config.block_size, *TREES], options.seed)
         weights.bfloat16().save_pretrained(folder)
         write_record(folder / "training.json", {"kind": kind, "like": Path(options.like).name} | facts)
     score = trainer.saved_score
