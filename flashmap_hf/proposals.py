@@ -216,7 +216,7 @@ def plan(proposals: Sequence[Proposals], inputs: Sequence[torch.Tensor], outputs
     """
     if proposals[0].candidates.rule != "rejection":
         return
-    sources = []
+    sources: list[list[list[float]]] = []
     for p, input_ids, output in zip(proposals, inputs, outputs, strict=True):
         claims, branches = p.draft_claims(input_ids, output), [joint for _, joint in p.branches]
         if not p.trees and branches:  # one chain: the more promising one
@@ -226,13 +226,13 @@ def plan(proposals: Sequence[Proposals], inputs: Sequence[torch.Tensor], outputs
         sources.append([claims, *branches])
     paces = [p.pace for p in proposals if p.pace is not None]
     most = proposals[0].options.tree_size or MAX_NODES
-    ranked = [sorted(((c, -k) for k, joint in enumerate(claims) for c in joint), reverse=True) for claims in sources]
-    counts = [len(claims) for claims in ranked]
+    ranked = [sorted(((c, -k) for k, joint in enumerate(of_row) for c in joint), reverse=True) for of_row in sources]
+    counts = [len(row) for row in ranked]
     if paces:
-        counts = choose_rows(paces, [[c for c, _ in claims] for claims in ranked], any(p.drafted for p in proposals))
-    for p, claims, count in zip(proposals, ranked, counts, strict=True):
+        counts = choose_rows(paces, [[c for c, _ in row] for row in ranked], any(p.drafted for p in proposals))
+    for p, row, count in zip(proposals, ranked, counts, strict=True):
         # claims never rise within a source: what is kept of one is its beginning
-        kept = [-k for _, k in claims[: min(count, most)]]
+        kept = [-k for _, k in row[: min(count, most)]]
         p.size = kept.count(0)
         lengths = [kept.count(k + 1) for k in range(len(p.branches))]
         p.branches = [(t[:n], j[:n]) for (t, j), n in zip(p.branches, lengths, strict=True) if n]
