@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from flashmap_hf.evaluation import claims, cost_model, drift, memory
 from flashmap_hf.evaluation.bench_prompts import Item
 from flashmap_hf.evaluation.bench_summary import curve, summarise
-from flashmap_hf.evaluation.methods import BASELINES, EQUAL, FLASHMAP, PLAIN, Method
+from flashmap_hf.evaluation.methods import BASELINES, EQUAL, EQUAL_SMALL_TREE, FLASHMAP, PLAIN, Method
 from flashmap_hf.evaluation.paired import Bench, Measurement, dtype_name
 from flashmap_hf.runs import Settings
 
@@ -100,13 +101,15 @@ def against_baselines(
 ) -> list[dict[str, Any]]:
     """FlashMap, one step, beside each trained baseline: who is ahead in tokens per step, and by how much.
 
-    It is the drafter that was trained with the baselines, where there is one, else the benchmark's own.
+    It is the drafter that was trained with the baselines, where there is one, as a chain and as a tree of as many
+    tokens; else the benchmark's own.
     """
-    own = EQUAL if EQUAL in summed else FLASHMAP
     parameters = {method.name: method.footprint.parameters for method in methods}
     blocks = {method.name: method.details.get("drafter", {}).get("blocks") for method in methods}
     rows = []
-    for name in (name for name in BASELINES if name in summed):
+    for own, name in product([EQUAL, EQUAL_SMALL_TREE] if EQUAL in summed else [FLASHMAP], BASELINES):
+        if name not in summed:
+            continue
         ours, theirs = (summed[n]["overall"]["tokens_per_step"] for n in (own, name))
         rows.append(
             {

@@ -148,6 +148,7 @@ def against_baselines(record: Record) -> Rows:
     rows = [
         [
             how(row["temperature"]),
+            names[row.get("flashmap") or FLASHMAP],
             names[row["baseline"]],
             number(row["baseline_tokens_per_step"]),
             number(row["flashmap_tokens_per_step"]),
@@ -157,7 +158,16 @@ def against_baselines(record: Record) -> Rows:
         ]
         for row in record["against_baselines"]
     ]
-    head = ["", "baseline", "its tokens per target step", "FlashMap's", "ratio", "parameters, ratio", "FlashMap ahead"]
+    head = [
+        "",
+        "",
+        "baseline",
+        "its tokens per target step",
+        "FlashMap's",
+        "ratio",
+        "parameters, ratio",
+        "FlashMap ahead",
+    ]
     return head, rows
 
 

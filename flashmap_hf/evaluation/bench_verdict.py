@@ -31,9 +31,9 @@ def verdicts(record: Record) -> list[str]:
     for row in behind:
         where = f"{how(row['temperature'])}, {number(row['ratio'])} of its tokens per target step"
         lines.append(f"{compared(row, names)} is **behind** {names[row['baseline']]}: {where}.")
-    if record["against_baselines"] and not behind:
-        first = record["against_baselines"][0]
-        lines.append(f"{compared(first, names)} is ahead of every trained baseline in tokens per target step.")
+    for who in dict.fromkeys(compared(row, names) for row in record["against_baselines"]):
+        if who not in {compared(row, names) for row in behind}:
+            lines.append(f"{who} is ahead of every trained baseline in tokens per target step.")
     if record["against_baselines"]:
         lines += training_of(record["against_baselines"])
     differ = [names[name] for name, group in record["drift"]["greedy"].items() if group["differ"]]

@@ -23,6 +23,7 @@ Generate = Callable[[Inputs, FlashMapGenerationConfig, BaseStreamer], torch.Tens
 
 PLAIN, FLASHMAP, STOCK_LOOP = "plain", "flashmap", "flashmap_stock_loop"
 EQUAL = "flashmap_equal"  # trained by the command that trains the baselines, on the same blocks
+EQUAL_SMALL_TREE = f"{EQUAL}_small_tree"  # the same, verifying as many tokens as a block has, as a tree
 TREE_SIZE = 16  # nodes per verification
 TRAINING = "training.json"  # of `flashmap train` and `flashmap baselines`
 SHAPE = ("block_size", "num_hidden_layers", "head", "head_rank", "transition_rank", "draft_vocab_size", "window")
@@ -199,13 +200,15 @@ def way(
 
 
 def flashmap_equal(target: PreTrainedModel, folder: Path) -> list[Method]:
-    """The drafter that `flashmap baselines` trained as long as the others: one step, what is compared; and a tree."""
+    """The drafter that `flashmap baselines` trained as long as the others: a chain, and a tree that verifies as many
+    tokens, which are compared with them; and a larger tree."""
     drafter = drafters.load(str(folder), dtype=target.dtype, device=target.device)
     check_target(drafter.config, target)
     details, label = details_of(str(folder), drafter), "FlashMap, trained as the baselines"
-    tree = WAYS["flashmap_tree"][1]
+    tree, size = WAYS["flashmap_tree"][1], drafter.config.block_size
     return [
         way(drafter, target, details, EQUAL, label, {}),
+        way(drafter, target, details, EQUAL_SMALL_TREE, f"{label}, tree of {size}", {"tree_size": size}),
         way(drafter, target, details, f"{EQUAL}_tree", f"{label}, tree", tree),
     ]
 

@@ -54,7 +54,7 @@ def test_every_method_has_every_number(record):
     assert [run["temperature"] for run in record["temperatures"]] == [0.0, 1.0]
     for run in record["temperatures"]:
         assert [name for name in run["methods"] if name in NAMES] == NAMES
-        assert {"flashmap_equal", "flashmap_equal_tree"} < run["methods"].keys()
+        assert {"flashmap_equal", "flashmap_equal_small_tree", "flashmap_equal_tree"} < run["methods"].keys()
         assert "flashmap:deep" not in run["methods"]
         for groups in run["methods"].values():
             overall = groups["overall"]
@@ -93,14 +93,15 @@ def test_curve_comparisons_and_costs(record):
     assert [point["block_size"] for point in record["k_curve"]] == [1, 2]
     rows = record["against_baselines"]
     assert [(row["temperature"], row["baseline"]) for row in rows] == [
-        (t, name) for t in (0.0, 1.0) for name in ("dflash", "eagle", "medusa")
+        (t, name) for t in (0.0, 1.0) for _ in ("chain", "tree") for name in ("dflash", "eagle", "medusa")
     ]
     assert all(row["ahead"] == (row["ratio"] > 1.0) for row in rows)
     assert all({"flashmap_blocks", "baseline_blocks"} <= row.keys() for row in rows)
     for run in record["temperatures"]:  # the one that was trained with them is what they are compared with
-        ours = run["methods"]["flashmap_equal"]["overall"]["tokens_per_step"]
         here = [row for row in rows if row["temperature"] == run["temperature"]]
-        assert all((row["flashmap"], row["flashmap_tokens_per_step"]) == ("flashmap_equal", ours) for row in here)
+        assert [row["flashmap"] for row in here] == ["flashmap_equal"] * 3 + ["flashmap_equal_small_tree"] * 3
+        ours = {name: group["overall"]["tokens_per_step"] for name, group in run["methods"].items()}
+        assert all(row["flashmap_tokens_per_step"] == ours[row["flashmap"]] for row in here)
     own, deep = record["variants"]
     assert (own["method"], deep["method"]) == ("flashmap", "flashmap:deep")
     assert own["tokens_per_step"] == record["temperatures"][0]["methods"]["flashmap"]["overall"]["tokens_per_step"]
