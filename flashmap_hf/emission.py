@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -84,14 +85,25 @@ def _by_rejection(
 ) -> tuple[torch.Tensor, int]:
     """The offers in turn, each with the law it was drawn from; then what is left. -> `[1]` token, its node or -1."""
     if not offers:
-        place = scores.device if generator is None else generator.device
-        u = torch.rand(1, dtype=torch.float64, device=place, generator=generator)
-        return sampled_token(scores, u.to(scores.device)), -1
-    children = torch.tensor([tokens[node] for node, _ in offers], device=scores.device)
-    laws = F.one_hot(children, scores.shape[-1]).float()  # what is certain
-    for i, (_, law) in enumerate(offers):
+        return sampled_token(scores, _uniform(scores.device, generator)), -1
+    certain = list(takewhile(lambda offer: offer[1] is None, offers))
+    if certain:  # tried in turn they are accepted with all of their probability: one draw tells
+        token = sampled_token(scores, _uniform(scores.device, generator))
+        node = next((node for node, _ in certain if tokens[node] == int(token)), -1)
+        if node >= 0 or len(certain) == len(offers):
+            return token, node
+        scores = scores.index_fill(-1, scores.new_tensor([tokens[node] for node, _ in certain]).long(), -torch.inf)
+    rest = offers[len(certain) :]
+    children = torch.tensor([tokens[node] for node, _ in rest], device=scores.device)
+    laws = F.one_hot(children, scores.shape[-1]).float()
+    for i, (_, law) in enumerate(rest):
         if law is not None:
             laws[i] = law
     verdict = verify_children(children, laws, scores[0], generator)
     child = int(verdict.child)
-    return verdict.token.view(1), -1 if child < 0 else offers[child][0]
+    return verdict.token.view(1), -1 if child < 0 else rest[child][0]
+
+
+def _uniform(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:  # [1] float64
+    place = device if generator is None else generator.device
+    return torch.rand(1, dtype=torch.float64, device=place, generator=generator).to(device)

@@ -10,7 +10,7 @@ from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator
 from flashmap_hf.generation_config import MAX_NODES
 from flashmap_hf.ngrams import NGramIndex
 from flashmap_hf.pace import Pace, choose_rows, wants_draft_rows
-from flashmap_hf.sampled_tree import LawLevel, expected, floor_for, grow
+from flashmap_hf.sampled_tree import LawLevel, Shares, expected, floor_for, grow
 from flashmap_hf.tree import Level, TokenTree, best_first, merge
 
 WIDTH = 8  # candidates after a node
@@ -39,7 +39,7 @@ class Proposals:
         self.drafted = False  # whether a drafter pass was made for this step, for this sequence or others
         self.room = 0  # tokens that a pass may draft
         self.size = 0  # rejection: nodes to draw
-        self.typical: torch.Tensor | None = None  # rejection, a tree: `[k, V]`, the laws along the likeliest path
+        self.typical: Shares | None = None  # rejection, a tree: of the laws along the likeliest path
 
     def see(self, tokens: Sequence[int]) -> None:
         """Newly committed tokens, the prompt first."""
@@ -131,7 +131,9 @@ class Proposals:
             return []
         if self._whole_tree:  # nothing of it is drawn, so it may decide how much will be
             likeliest = self.candidates.followed(input_ids[0, -1], logits, output.z_1)
-            self.typical = self.candidates.laws(input_ids.expand(len(logits), -1), likeliest)
+            if not self.candidates.finite(likeliest):
+                return []
+            self.typical = Shares.of(self.candidates.laws(input_ids.expand(len(logits), -1), likeliest))
             return expected(self.typical, self._nodes(self.room))
         modes: list[float] = logits.softmax(-1).amax(-1).cumprod(0).tolist()
         return modes

@@ -53,7 +53,8 @@ class Shares:
         none = likely.new_zeros(len(laws), 1)
         taken = torch.cat([none, likely.cumsum(-1)], dim=-1)
         # the law of what is left, r = q / (1 - taken), meets the target's with c + (1 - c) sum r^2
-        squares = laws.double().square().sum(-1, keepdim=True) - torch.cat([none, likely.square().cumsum(-1)], dim=-1)
+        norm = torch.linalg.vector_norm(laws.float(), dim=-1, keepdim=True).double()
+        squares = norm.square() - torch.cat([none, likely.square().cumsum(-1)], dim=-1)
         left = (1 - taken).clamp(min=0)
         drawn = OVERLAP * left + (1 - OVERLAP) * squares.clamp(min=0) / left.clamp(min=1e-9)
         drawn = torch.minimum(drawn, left)
@@ -69,23 +70,23 @@ class Shares:
         return count
 
 
-def expected(laws: Tensor, size: int) -> list[float]:  # [K, V]
+def expected(shares: Shares, size: int) -> list[float]:
     """What each of at most `size` nodes adds to the tokens accepted, in descending order, before anything is drawn.
 
-    laws: a stand-in for the drafter's laws at each depth, whatever path leads there.
+    shares: of a stand-in for the drafter's laws, one for each depth, whatever path leads there.
     """
-    shares = Shares.of(laws)
-    return _outline(shares, floor_for(laws, size, shares))[:size]
+    return _outline(shares, floor_for(shares, size))[:size]
 
 
-def floor_for(laws: Tensor, size: int, shares: Shares | None = None) -> float:
-    """What a node must add for about `size` nodes to be worth it."""
-    shares = Shares.of(laws) if shares is None else shares
+def floor_for(shares: Shares, size: int) -> float:
+    """What a node must add for about `size` nodes to be worth it; shares as in `expected`."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_outline(shares, middle, size)) <= size else (middle, high)
-    return high
+    # what lies between may be the whole tree, where laws are sure: the gain of its last node tells them apart
+    gains = _outline(shares, low) if low else []
+    return max(low, gains[size - 1]) if len(gains) >= size else high
 
 
 def _outline(shares: Shares, floor: float, most: int = 10**9) -> list[float]:

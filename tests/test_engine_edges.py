@@ -288,6 +288,19 @@ def test_a_call_complains_once_about_a_drafter_that_is_not_finite(
     assert stats.blocks == batch
 
 
+@pytest.mark.parametrize("options", [{"adaptive": False}, {"tree_size": 8}], ids=["chain", "tree"])
+def test_a_transition_that_is_not_finite_is_noticed_before_a_token_is_drawn(options: dict[str, Any]) -> None:
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=4, transition_rank=4)
+    torch.nn.init.constant_(drafter.head.transition.readout.weight, torch.nan)
+    settings = {**options, "verification": "rejection"}
+    with pytest.warns(UserWarning, match="not finite"), flashmap_hf.record() as stats:
+        generate(
+            target, drafter, DOORS[0], random_prompt(7, 64, seed=3), settings, do_sample=True, max_new_tokens=12
+        )  # fmt: skip
+    assert (stats.blocks, stats.plain_calls) == (1, 1)
+
+
 def test_a_path_that_is_not_finite_ends_drafting_even_if_another_one_is() -> None:
     target = tiny_target("llama")
     drafter = tiny_drafter(target, block_size=4)

@@ -120,9 +120,24 @@ def test_where_laws_end_the_tokens_so_far_stand() -> None:
 @given(seed=st.integers(0, 100), depth=st.integers(1, 5), size=st.integers(1, 32))
 def test_a_floor_gives_about_so_many_nodes_and_claims_that_never_rise(seed: int, depth: int, size: int) -> None:
     laws = law_of(seed, depth)
-    claims = expected(laws, size)
+    claims = expected(Shares.of(laws), size)
     assert 1 <= len(claims) <= size
     assert claims == sorted(claims, reverse=True)
-    tree, _ = grow(lambda k, paths: laws[k].expand(len(paths), -1), depth, size, floor_for(laws, size), drawing(seed))
+    tree, _ = grow(
+        lambda k, paths: laws[k].expand(len(paths), -1), depth, size, floor_for(Shares.of(laws), size), drawing(seed)
+    )
     assert 1 <= len(tree) <= size
     assert sum(tree.joint) == pytest.approx(sum(claims[: len(tree)]), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("sure", [0.99, 0.9999, 0.999999, 1.0])
+def test_a_sure_drafter_gets_about_as_many_nodes_as_are_wanted(sure: float, size: int) -> None:
+    laws = torch.full((8, V), (1 - sure) / (V - 1))
+    laws[:, 2] = sure
+    shares = Shares.of(laws)
+    assert size - (size > 1) <= len(expected(shares, size)) <= size
+    tree, _ = grow(
+        lambda k, paths: laws[k].expand(len(paths), -1), 8, size, floor_for(shares, size), drawing(0)
+    )  # fmt: skip
+    assert size - (size > 1) <= len(tree) <= size

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flashmap_hf.sampled_tree import floor_for, grow
+from flashmap_hf.sampled_tree import Shares, floor_for, grow
 from flashmap_hf.training.blocks import BlockBatch, make_batch
 from flashmap_hf.training.held_out import Walk
 from flashmap_hf.training.objective import shared_context
@@ -105,14 +105,15 @@ class _Answer:
 
     def _laws(self, k: int, paths: list[list[int]]) -> Tensor:
         self.paths = paths
-        return self._rows(k, self._previous([path[-1] for path in paths] if k else None)).softmax(-1)
+        self.laws = self._rows(k, self._previous([path[-1] for path in paths] if k else None)).softmax(-1)
+        return self.laws
 
     def _sampled_tree(self, size: int) -> TokenTree:
         likeliest, previous = [], self._previous(None)
         for k in range(self.logits.shape[1]):
             likeliest.append(self._rows(k, previous))
             previous = likeliest[-1].argmax(-1)
-        floor = floor_for(torch.cat(likeliest).softmax(-1), size)
+        floor = floor_for(Shares.of(torch.cat(likeliest).softmax(-1)), size)
         return grow(self._laws, len(self.known[self.place]), size, floor, self._draw)[0]
 
     def _draw(self, laws: Tensor, nodes: list[int]) -> Tensor:  # [R, N] -> [R]
@@ -128,10 +129,11 @@ class _Answer:
             k = len(self.paths[node])
             if self.paths[node] != known[:k]:
                 continue
-            certain = (laws[row] == 0).nonzero().flatten()
+            certain = ((laws[row] == 0) & (self.laws[node] > 0)).nonzero().flatten()
             kept = -1
             if known[k] not in certain.tolist():
-                left = self.mass[self.place][k] / (1 - self._target_mass(self.place + k, certain))
+                mass = self.mass[self.place][k]
+                left = mass / max(1 - self._target_mass(self.place + k, certain), mass)  # rounding
                 q = float(laws[row, known[k]]) if known[k] >= 0 else 0.0
                 kept = known[k] if float(torch.rand((), generator=self.generator)) * left < q else -1
             others = laws[row].index_fill(0, tokens.new_tensor(max(known[k], 0)), 0.0)
