@@ -49,11 +49,11 @@ class Shares:
     @classmethod
     def of(cls, laws: Tensor) -> Shares:  # [M, V]
         best = laws.topk(min(WIDTH, laws.shape[-1]) - 1)
-        likely = best.values.double()
+        likely = best.values.cpu().double()
         none = likely.new_zeros(len(laws), 1)
         taken = torch.cat([none, likely.cumsum(-1)], dim=-1)
         # the law of what is left, r = q / (1 - taken), meets the target's with c + (1 - c) sum r^2
-        norm = torch.linalg.vector_norm(laws.float(), dim=-1, keepdim=True).double()
+        norm = torch.linalg.vector_norm(laws.float(), dim=-1, keepdim=True).cpu().double()
         squares = norm.square() - torch.cat([none, likely.square().cumsum(-1)], dim=-1)
         left = (1 - taken).clamp(min=0)
         drawn = OVERLAP * left + (1 - OVERLAP) * squares.clamp(min=0) / left.clamp(min=1e-9)
