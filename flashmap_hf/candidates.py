@@ -26,7 +26,7 @@ from flashmap_hf.head import unembedding_rows
 from flashmap_hf.modeling_flashmap import FlashMapDrafter
 from flashmap_hf.sampled_tree import Offers
 from flashmap_hf.tree import TokenTree, chain
-from flashmap_hf.verification import draw, first_argmax
+from flashmap_hf.verification import draw, first_argmax, uniform
 
 # They keep the most likely token where it is: the argmax of a draft is the same with and without them.
 ARGMAX_INVARIANT = (
@@ -300,11 +300,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
 
     def drawn(self, laws: torch.Tensor) -> torch.Tensor:  # [M, V] -> [M]
         """One token from each law."""
-        return draw(laws, self._uniform(laws.device, len(laws)))
-
-    def _uniform(self, device: torch.device, count: int = 1) -> torch.Tensor:  # -> [count] float64 in [0, 1)
-        place = device if self.generator is None else self.generator.device
-        return torch.rand(count, dtype=torch.float64, device=place, generator=self.generator).to(device)
+        return draw(laws, uniform((len(laws),), laws, self.generator))
 
     def _confident(self, confidence: torch.Tensor) -> int:  # [k] -> how many positions stay above the threshold
         threshold = self.options.assistant_confidence_threshold

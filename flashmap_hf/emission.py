@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from flashmap_hf.candidates import Draft
-from flashmap_hf.verification import first_argmax, quantile_token, sampled_token, verify_children
+from flashmap_hf.verification import first_argmax, quantile_token, sampled_token, uniform, verify_children
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def _by_rejection(
 ) -> tuple[torch.Tensor, int]:
     """The offers in turn, each with the law it was drawn from; then what is left. -> `[1]` token, its node or -1."""
     if not offers:
-        return sampled_token(scores, _uniform(scores.device, generator)), -1
+        return sampled_token(scores, uniform((1,), scores, generator)), -1
     certain = list(takewhile(lambda offer: offer[1] is None, offers))
     if certain:  # tried in turn they are accepted with all of their probability: one draw tells
-        token = sampled_token(scores, _uniform(scores.device, generator))
+        token = sampled_token(scores, uniform((1,), scores, generator))
         node = next((node for node, _ in certain if tokens[node] == int(token)), -1)
         if node >= 0 or len(certain) == len(offers):
             return token, node
@@ -102,8 +102,3 @@ def _by_rejection(
     verdict = verify_children(children, laws, scores[0], generator)
     child = int(verdict.child)
     return verdict.token.view(1), -1 if child < 0 else rest[child][0]
-
-
-def _uniform(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:  # [1] float64
-    place = device if generator is None else generator.device
-    return torch.rand(1, dtype=torch.float64, device=place, generator=generator).to(device)

@@ -10,10 +10,9 @@ from flashmap_hf.candidates import NOTHING, Draft, FlashMapCandidateGenerator
 from flashmap_hf.generation_config import MAX_NODES
 from flashmap_hf.ngrams import NGramIndex
 from flashmap_hf.pace import Pace, choose_rows, wants_draft_rows
-from flashmap_hf.sampled_tree import LawLevel, Shares, expected, floor_for, grow
+from flashmap_hf.sampled_tree import WIDTH, LawLevel, Shares, expected, floor_for, grow
 from flashmap_hf.tree import Level, TokenTree, best_first, merge
 
-WIDTH = 8  # candidates after a node
 ADAPTIVE_NODES = 16  # what a tree may have where the pace cuts it
 NGRAM_BRANCHES, NGRAM_LENGTH = 2, 10
 # By length of the match: a first guess that the first token is right, and each further one given those before it. The

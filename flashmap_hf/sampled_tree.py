@@ -21,8 +21,8 @@ from torch import Tensor
 from flashmap_hf.tree import TokenTree
 
 WIDTH = 8  # children of a node at most
-# What a flat law of the drafter has in common with the target's: measured between .2 and .3 for a drafter after minutes
-# of training and for one after hours, at every m. A law that is sure of a token is taken at its word.
+# What a flat law of the drafter is taken to have in common with the target's; one that is sure of a token is taken at
+# its word. It decides shapes alone, and the pace corrects what they claim.
 OVERLAP = 0.25
 _HALVINGS = 12  # of the search for a floor
 

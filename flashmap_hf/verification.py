@@ -177,7 +177,7 @@ def verify_children_one_hot(  # [..., C], [..., V]
     The same law as trying them in turn with p(y) and zeroing each refused one, in one draw.
     """
     p = _lawful(target_logits.softmax(-1))
-    return _match_child(children, draw(p, _uniform(p.shape[:-1], p, generator)))
+    return _match_child(children, draw(p, uniform(p.shape[:-1], p, generator)))
 
 
 def verify_children(  # [..., C], [..., C, V], [..., V]
@@ -189,7 +189,7 @@ def verify_children(  # [..., C], [..., C, V], [..., V]
     without them).
     """
     p = _lawful(target_logits.softmax(-1))
-    u = _uniform((*children.shape[:-1], children.shape[-1] + 1), p, generator)
+    u = uniform((*children.shape[:-1], children.shape[-1] + 1), p, generator)
     child = torch.full_like(children[..., 0], -1)
     for i, y in enumerate(children.unbind(-1)):
         q = draft_probs[..., i, :]
@@ -256,7 +256,7 @@ def _verify_sampled(  # [..., K], [..., K, V] or None for one-hot, [..., K+1, V]
     _check_chain(draft_tokens, target_logits)
     num_drafted, vocab_size = draft_tokens.shape[-1], target_logits.shape[-1]
     p = target_logits.softmax(-1)
-    u = _uniform(p.shape[:-1], p, generator)  # [..., K+1]: one for each test, one for the emitted token
+    u = uniform(p.shape[:-1], p, generator)  # [..., K+1]: one for each test, one for the emitted token
     p_y = _at(p[..., :num_drafted, :], draft_tokens)
     q_y = torch.ones_like(p_y) if draft_probs is None else _at(draft_probs, draft_tokens)
     num_accepted = (u[..., :-1] * q_y < p_y).cumprod(-1).sum(-1)  # [...]
@@ -285,7 +285,8 @@ def _lawful(p: Tensor) -> Tensor:  # [..., V]; the softmax of a row that is no l
     return p
 
 
-def _uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:  # float64
+def uniform(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:  # float64
+    """Numbers in [0, 1) on the device of `like`; generator: None is torch's global one."""
     place = like.device if generator is None else generator.device  # a generator draws on its own device only
     return torch.rand(shape, dtype=torch.float64, device=place, generator=generator).to(like.device)
 

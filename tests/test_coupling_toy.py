@@ -159,7 +159,7 @@ def mean_over_tests(
     """
     grid = cells(n)
     numbers = grid.repeat(len(draft), 1)
-    monkeypatch.setattr(verification, "_uniform", lambda *_: numbers)
+    monkeypatch.setattr(verification, "uniform", lambda *_: numbers)
     draft, chances = draft.repeat_interleave(len(grid), 0), chances.repeat_interleave(len(grid))
     laws = () if q is None else (q.repeat_interleave(len(grid), 0),)
     verdict = rule(draft, *laws, MODES.rows(torch.full((len(draft),), START), draft))

@@ -133,7 +133,8 @@ def train(
         facts = record(trainer, training, held_out)
         if kind == FLASHMAP:
             facts |= choose_rule(trainer, held_out)
-            hidden = HiddenNoiseObjective(drafter, *matrices(target, drafter.config), 1.0)
+            own = trainer.objective
+            hidden = HiddenNoiseObjective(drafter, own.embeddings, own.unembedding, 1.0)
             facts |= tree_facts(hidden, held_out, [drafter.config.block_size, *TREES], options.seed)
         weights.bfloat16().save_pretrained(folder)
         write_record(folder / "training.json", {"kind": kind, "like": Path(options.like).name} | facts)

@@ -89,16 +89,21 @@ def draft_run(
     objective: BlockObjective, batch: BlockBatch, u: torch.Tensor, noise: torch.Tensor | None = None
 ) -> torch.Tensor:  # [A, K], [A, K, D] -> [A, K] ids
     """What is drafted after each anchor of a batch of one run, at s = 0 with noise `u` (NaN: hidden) in one step."""
+    return chain(objective, endpoints(objective, batch, u, noise), batch.anchors[0])
+
+
+def endpoints(
+    objective: BlockObjective, batch: BlockBatch, u: torch.Tensor, noise: torch.Tensor | None = None
+) -> torch.Tensor:  # [A, K], [A, K, D] -> [A, K, D]
+    """x_1 behind each anchor; as in `draft_run`."""
     drafter, (count, size) = objective.drafter, u.shape
     window = drafter.config.window
     context, mask = shared_context(drafter, batch, window)
     seen = u if drafter.config.coupling == "quantile" else None
-    anchors = batch.anchors[0]
-    endpoint = drafter.endpoint(
+    return drafter.endpoint(
         drafter.prior(u, noise, count, size), torch.zeros(count, device=u.device), seen,
-        objective.embeddings[anchors], window + torch.arange(count, device=u.device), context, mask,
+        objective.embeddings[batch.anchors[0]], window + torch.arange(count, device=u.device), context, mask,
     )  # fmt: skip
-    return chain(objective, endpoint, anchors)
 
 
 def chain(objective: BlockObjective, endpoint: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:

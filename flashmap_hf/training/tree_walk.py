@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flashmap_hf.sampled_tree import Shares, floor_for, grow
+from flashmap_hf.sampled_tree import WIDTH, Shares, floor_for, grow
 from flashmap_hf.training.blocks import BlockBatch, make_batch
-from flashmap_hf.training.held_out import Walk
-from flashmap_hf.training.objective import shared_context
+from flashmap_hf.training.held_out import Walk, endpoints
 from flashmap_hf.training.rejection import HiddenNoiseObjective
 from flashmap_hf.training.sources import FeatureSource
-from flashmap_hf.tree import TokenTree, best_first
+from flashmap_hf.tree import TokenTree, best_first, walk_choices
 from flashmap_hf.verification import draw
-
-WIDTH = 8  # candidates after a node
 
 
 @torch.inference_mode()
@@ -64,15 +61,9 @@ class _Answer:
 
     def __init__(self, objective: HiddenNoiseObjective, batch: BlockBatch, sampled: bool, generator: torch.Generator):
         self.objective, self.head, self.sampled, self.generator = objective, objective.drafter.head, sampled, generator
-        drafter, config = objective.drafter, objective.drafter.config
-        anchors, device = batch.anchors[0], batch.anchors.device
-        context, mask = shared_context(drafter, batch, config.window)
-        shape = (len(anchors), config.block_size)
-        u = torch.full(shape, torch.nan if sampled else 0.0, device=device)
-        self.z_1 = drafter.endpoint(
-            drafter.prior(u, None, *shape), torch.zeros(len(anchors), device=device), u, objective.embeddings[anchors],
-            config.window + torch.arange(len(anchors), device=device), context, mask,
-        )  # fmt: skip
+        anchors = batch.anchors[0]
+        u = torch.full(batch.labels.shape[1:], torch.nan if sampled else 0.0, device=anchors.device)
+        self.z_1 = endpoints(objective, batch, u)
         self.logits = self.head(self.z_1, objective.rows).float()
         self.before = self.head.draft_positions(anchors)
         lengths = batch.labels_mask[0].sum(-1).tolist()
@@ -90,7 +81,8 @@ class _Answer:
         self.place = place
         known = self.known[place]
         tree = self._sampled_tree(size) if self.sampled else best_first(self._candidates, len(known), size)
-        return _followed(tree, known)
+        ends = [*known, -1]
+        return len(walk_choices(tree, [ends[depth] for depth in (0, *tree.depths)]))
 
     def _rows(self, k: int, previous: Tensor) -> Tensor:  # [M] -> [M, N]
         logits, z_1 = self.logits[self.place, k].expand(len(previous), -1), self.z_1[self.place, k]
@@ -100,7 +92,7 @@ class _Answer:
         return self.before[self.place, None] if tokens is None else self.before.new_tensor(tokens)
 
     def _candidates(self, k: int, parents: list[int] | None) -> tuple[Tensor, Tensor]:
-        best = self._rows(k, self._previous(parents)).log_softmax(-1).topk(WIDTH)
+        best = self._rows(k, self._previous(parents)).log_softmax(-1).topk(min(WIDTH, len(self.objective.rows)))
         return best.values, best.indices
 
     def _laws(self, k: int, paths: list[list[int]]) -> Tensor:
@@ -143,13 +135,3 @@ class _Answer:
     def _target_mass(self, place: int, tokens: Tensor) -> float:
         """Of draft positions `tokens`, in the law of which the text has drawn."""
         return float((linear(self.final[place], self.objective.rows[tokens]) - self.total[place]).exp().sum())
-
-
-def _followed(tree: TokenTree, known: list[int]) -> int:
-    node = -1
-    for accepted, token in enumerate(known):
-        following = [child for child in tree.children[node + 1] if tree.tokens[child] == token]
-        if not following:
-            return accepted
-        node = following[0]
-    return len(known)
