@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from flashmap_hf.flow import velocity_from_endpoint
 
@@ -39,14 +38,15 @@ def block_losses(
     """
     positions = position_decay ** torch.arange(labels.shape[1], device=labels.device, dtype=torch.float32)
     usable, there = positions * (labels >= 0), positions * exists
-    entropies = nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    log_q = logits.float().log_softmax(-1)  # once, for two losses
+    entropies = -log_q.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     errors = (velocity_from_endpoint(endpoint.float(), z, s) - (x_1 - z_0)).square().mean(-1)
     zero = entropies.new_zeros(())
     kl, kl_weight = zero, zero
     if target_logits is not None and open_noise is not None:
         compared = there * open_noise[:, None]
-        p = target_logits.float().log_softmax(-1)
-        divergence = (p.exp() * (p - logits.float().log_softmax(-1))).sum(-1)
+        log_p = target_logits.float().log_softmax(-1)
+        divergence = torch.linalg.vecdot(log_p.exp(), log_p - log_q)
         kl, kl_weight = (divergence * compared).sum(), compared.sum()
     sums = torch.stack([(entropies * usable).sum(), (errors * there).sum(), kl])
     weights = torch.stack([usable.sum(), there.sum(), kl_weight])

@@ -56,6 +56,15 @@ class BlockObjective(nn.Module):
         if isinstance(self.drafter.head.transition, TiedTransition):
             self.drafter.head.transition.bind(self.embeddings[ids], self.rows)
 
+    def logits(self, endpoint: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:  # [B, K, D], [B, K] -> [B, K, N]
+        """Draft logits given the tokens before, as `head.biased(head(endpoint))`; a tied bias shares the head's product."""
+        head = self.drafter.head
+        if isinstance(head.transition, TiedTransition) and not head.low_rank:
+            shift = head.transition.shift(endpoint, head.draft_positions(previous))
+            return nn.functional.linear(endpoint * head.readout_scale + shift, self.rows)
+        logits = head(endpoint, self.rows)
+        return head.biased(logits, endpoint, head.draft_positions(previous))
+
     def forward(self, batch: BlockBatch, draws: Draws) -> LossSums:
         """Draft every block of the batch at the drawn times and noises, and compare with its labels."""
         drafter, config = self.drafter, self.drafter.config
@@ -71,10 +80,7 @@ class BlockObjective(nn.Module):
         positions = config.window + torch.arange(run, device=labels.device).repeat(runs)
         anchors = batch.anchors.flatten()
         endpoint = drafter.endpoint(z, s, u if quantile else None, self.embeddings[anchors], positions, context, mask)
-        logits = drafter.head(endpoint, self.rows)
-        if config.transition_rank is not None:
-            previous = torch.cat([anchors[:, None], labels[:, :-1]], dim=1)
-            logits = drafter.head.biased(logits, endpoint, drafter.head.draft_positions(previous))
+        logits = self.logits(endpoint, torch.cat([anchors[:, None], labels[:, :-1]], dim=1))
         target_logits = open_noise = None
         if self.kl:
             law = nn.functional.linear(batch.final, self.rows)  # [S, A + K - 1, N]

@@ -30,5 +30,6 @@ def build_optimisers(
             wide, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, ns_steps=config.ns_steps
         )
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimisers["adam"] = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.adam_lr, betas=(0.9, 0.95))
+    groups = [g for g in groups if g["params"]]
+    optimisers["adam"] = torch.optim.AdamW(groups, lr=config.adam_lr, betas=(0.9, 0.95), fused=True)
     return optimisers

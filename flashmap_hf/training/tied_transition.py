@@ -35,10 +35,15 @@ class TiedTransition(nn.Module):
         self.rows = rows
 
     def forward(self, z_1: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:  # [..., D], [...] -> [..., N]
+        return nn.functional.linear(self.shift(z_1, previous), self.rows)
+
+    def shift(self, z_1: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:  # [..., D], [...] -> [..., D]
+        """What, added to the scaled endpoint, biases its logits: both are read off by the target's rows."""
         size = len(self.embeddings)
         known = self.previous(self.embeddings[previous.clamp(max=size - 1)])
         before = torch.where((previous < size).unsqueeze(-1), known, self.outside)
-        return nn.functional.linear(nn.functional.silu(before + self.endpoint(z_1)), self.rows @ self.readout.weight)
+        shift: torch.Tensor = self.readout(nn.functional.silu(before + self.endpoint(z_1)))
+        return shift
 
 
 def tie(head: DraftHead, seed: int) -> None:
