@@ -31,6 +31,8 @@ class FlashMapConfig(PreTrainedConfig):
         coupling: `quantile` (the prior carries the target's sampling noise u, design of the quantile transport) or
             `independent` (z_0 is Gaussian noise, the literal flow-matching objective).
         num_steps: 1 (one Euler step) or 2 (midpoint).
+        anchored_slots: every slot starts from the anchor and the newest context position, beside its latent; otherwise
+            attention alone brings them there (drafters of older versions).
 
     The velocity network (pre-norm transformer over [anchor, z_1..z_K]) and the readout:
 
@@ -64,6 +66,7 @@ class FlashMapConfig(PreTrainedConfig):
     block_size: int = 5
     coupling: str = "quantile"
     num_steps: int = 1
+    anchored_slots: bool = False
 
     hidden_size: int = 576
     intermediate_size: int = 1536

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import CommitInfo
@@ -20,10 +20,17 @@ from flashmap_hf.fingerprints import chat_template_hash, vocabulary_hash
 from flashmap_hf.flow import euler, midpoint, quantile_prior
 from flashmap_hf.generation_config import FlashMapGenerationConfig
 from flashmap_hf.head import DraftHead, unembedding_rows
-from flashmap_hf.velocity import NoiseEmbedding, SlotLayer
+from flashmap_hf.velocity import NoiseEmbedding, SlotLayer, rotation
 
 HUB_KEYWORDS = ("repo_id", "commit_message", "commit_description", "create_pr", "private", "revision", "tags")
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: keys and values [B, Hkv, W, head_dim]
+
+
+class Context(NamedTuple):
+    """What conditions a block."""
+
+    states: torch.Tensor  # [B, W, H], newest last
+    keys_values: KeyValues
 
 
 @dataclass
@@ -88,18 +95,19 @@ class FlashMapDrafter(PreTrainedModel):
             if module.transition is not None:  # not visited itself: transformers skips modules without own parameters
                 module.transition.reset_parameters()
 
-    # context -> keys and values, once per committed position
+    # taps -> context, once per committed position
 
-    def context_keys_values(self, taps: torch.Tensor, positions: torch.Tensor) -> KeyValues:
-        """Keys and values of committed positions, for every layer.
+    def context(self, taps: torch.Tensor, positions: torch.Tensor) -> Context:
+        """The states of committed positions, and their keys and values for every layer.
 
         Args:
             taps: `[B, W, N * D]` of `conditioning.tap`, any float dtype.
             positions: `[B, W]` in the same count as the anchor's position; only differences matter.
         """
-        context = self.context_encoder(taps.to(self.dtype))
+        states = self.context_encoder(taps.to(self.dtype))
         layers: Iterable[Any] = self.layers
-        return [layer.attention.keys_values(context, positions) for layer in layers]
+        by = rotation(positions, self.config.head_dim, self.config.rope_theta, self.dtype)
+        return Context(states, [layer.attention.keys_values(states, by) for layer in layers])
 
     # the velocity network
 
@@ -110,7 +118,7 @@ class FlashMapDrafter(PreTrainedModel):
         u: torch.Tensor | None,
         anchor_embeds: torch.Tensor,
         anchor_positions: torch.Tensor,
-        context: KeyValues,
+        context: Context,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """The endpoint `x^` of the path through `z` at time `s`; the velocity is `(x^ - z) / (1 - s)`.
@@ -120,7 +128,7 @@ class FlashMapDrafter(PreTrainedModel):
             u: `[B, K]` noise of the quantile coupling; NaN entries are hidden from the network. None: all hidden.
             anchor_embeds: `[B, D]`, the target's input embedding of the newest committed token.
             anchor_positions: `[B]`.
-            context: from `context_keys_values`.
+            context: from `context`; of its states only the newest is read.
             mask: `[B, W]`, True where the context position exists. None: all do.
 
         Returns:
@@ -133,13 +141,16 @@ class FlashMapDrafter(PreTrainedModel):
             known = self.noise_embedding.noise(u.nan_to_num(0.0))
             noise = torch.where(u.isnan().unsqueeze(-1), noise, known)
         drafted = self.z_proj(z.to(self.dtype)) + noise
+        if self.config.anchored_slots:
+            drafted = drafted + (anchor + context.states[:, -1]).unsqueeze(1)
         x = torch.cat([anchor.unsqueeze(1), drafted], dim=1) + self.slot_embedding[: slots + 1]
         x = x + self.noise_embedding.time(s)
         positions = anchor_positions[:, None] + torch.arange(slots + 1, device=z.device)
+        by = rotation(positions, self.config.head_dim, self.config.rope_theta, self.dtype)
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(batch, slots + 1)], dim=1)[:, None, None, :]
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, positions, keys_values, mask)
+        for layer, keys_values in zip(self.layers, context.keys_values, strict=True):
+            x = layer(x, by, keys_values, mask)
         return self.endpoint_proj(self.norm(x[:, 1:]))
 
     def prior(self, u: torch.Tensor | None, noise: torch.Tensor | None, batch: int, slots: int) -> torch.Tensor:
@@ -178,7 +189,7 @@ class FlashMapDrafter(PreTrainedModel):
         """
         batch, window = taps.shape[:2]
         slots = self.config.block_size
-        context = self.context_keys_values(taps, torch.arange(window, device=taps.device)[None])
+        context = self.context(taps, torch.arange(window, device=taps.device)[None])
         anchor_positions = torch.full((batch,), window, device=taps.device)
         z_0 = self.prior(u, noise, batch, slots)
         if self.config.coupling == "independent":
@@ -283,6 +294,7 @@ def config_for_target(
         "vocab_size": text.vocab_size,
         **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "tap_layers": default_tap_layers(layers),
+        "anchored_slots": True,
         "hidden_size": width,
         "intermediate_size": (8 * width // 3 + 63) // 64 * 64,
         "num_attention_heads": heads,

@@ -11,13 +11,21 @@ NUM_U_COSINES = 12
 U_LOG_FLOOR = 1e-3
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary position embedding. x: `[B, heads, T, head_dim]`; positions: `[B, T]` or `[1, T]`, any origin."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines [B, 1, T, head_dim / 2]
+
+
+def rotation(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Of the rotary embedding, the same for all layers. positions: `[B, T]` or `[1, T]`, any origin."""
+    half = head_dim // 2
+    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions[:, None, :, None].float() * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Rotary position embedding of x `[B, heads, T, head_dim]`."""
+    cos, sin = by
+    first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -31,7 +39,6 @@ class SlotAttention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.theta = config.rope_theta
         width = config.hidden_size
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=False)
@@ -40,24 +47,24 @@ class SlotAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: `[B, T, H]`, positions `[B, T]` -> keys, values `[B, Hkv, T, head_dim]`."""
+    def keys_values(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: `[B, T, H]`, by: of its positions -> keys, values `[B, Hkv, T, head_dim]`."""
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         keys = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return rotate(keys, positions, self.theta), self.v_proj(x).view(shape).transpose(1, 2)
+        return rotate(keys, by), self.v_proj(x).view(shape).transpose(1, 2)
 
     def forward(
         self,
         x: torch.Tensor,  # [B, K + 1, H]
-        positions: torch.Tensor,  # [B, K + 1]
+        by: Rotation,  # of the positions of the slots
         context: tuple[torch.Tensor, torch.Tensor],  # keys, values [B, Hkv, W, head_dim]
         mask: torch.Tensor | None,  # [B, 1, 1, W + K + 1], True = attend
     ) -> torch.Tensor:
         batch, slots, _ = x.shape
         queries = self.q_norm(self.q_proj(x).view(batch, slots, self.heads, self.head_dim)).transpose(1, 2)
-        keys, values = self.keys_values(x, positions)
+        keys, values = self.keys_values(x, by)
         attended = nn.functional.scaled_dot_product_attention(
-            rotate(queries, positions, self.theta),
+            rotate(queries, by),
             torch.cat([context[0], keys], dim=2),
             torch.cat([context[1], values], dim=2),
             attn_mask=mask,
@@ -82,11 +89,11 @@ class SlotLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: torch.Tensor,
-        positions: torch.Tensor,
+        by: Rotation,
         context: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:  # [B, K + 1, H]
-        x = x + self.attention(self.attention_norm(x), positions, context, mask)
+        x = x + self.attention(self.attention_norm(x), by, context, mask)
         normed = self.mlp_norm(x)
         return x + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from flashmap_hf import FlashMapDrafter
+from flashmap_hf import FlashMapConfig, FlashMapDrafter
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,33 @@ def test_every_input_matters(target: LlamaForCausalLM) -> None:
     u = base["u"].clone()
     u[:, -1] = 0.99
     assert not torch.allclose(drafter(**(base | {"u": u})).z_1[:, 0], reference[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_anchored_slots_know_the_anchor_and_the_newest_position_without_attention(
+    target: LlamaForCausalLM, anchored: bool
+) -> None:
+    drafter = make(target, anchored_slots=anchored)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            if "o_proj" in name:
+                weight.zero_()
+    base = inputs(target, drafter)
+    reference = drafter(**base).z_1
+    newest, older = base["taps"].clone(), base["taps"].clone()
+    newest[:, -1], older[:, :-1] = base["taps"][:, -1].flip(-1), base["taps"][:, :-1].flip(-1)
+    for changed, read in (
+        ({"anchor_embeds": base["anchor_embeds"].flip(-1)}, anchored),
+        ({"taps": newest}, anchored),
+        ({"taps": older}, False),
+    ):
+        assert torch.allclose(drafter(**(base | changed)).z_1, reference, atol=1e-5) != read
+
+
+def test_a_config_of_an_older_version_has_no_anchored_slots(target: LlamaForCausalLM) -> None:
+    fields = make(target).config.to_dict()
+    assert fields.pop("anchored_slots") is True
+    assert FlashMapConfig(**fields).anchored_slots is False
 
 
 def test_hidden_noise_is_not_zero_noise(target: LlamaForCausalLM) -> None:

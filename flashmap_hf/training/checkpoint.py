@@ -14,7 +14,7 @@ MARKER = "state.json"
 SUFFIX = "state.safetensors"
 SHAPE = (
     "block_size", "window", "num_hidden_layers", "hidden_size", "coupling", "draft_vocab_size", "head_rank",
-    "transition_rank", "tap_layers",
+    "transition_rank", "tap_layers", "anchored_slots",
 )  # fmt: skip
 
 

@@ -4,25 +4,27 @@ import torch
 from torch import nn
 
 from flashmap_hf.flow import interpolate
-from flashmap_hf.modeling_flashmap import FlashMapDrafter, KeyValues
+from flashmap_hf.modeling_flashmap import Context, FlashMapDrafter
 from flashmap_hf.training.blocks import BlockBatch, Draws
 from flashmap_hf.training.losses import LossSums, block_losses
 from flashmap_hf.training.tied_transition import TiedTransition
 
 
-def shared_context(drafter: FlashMapDrafter, batch: BlockBatch, window: int) -> tuple[KeyValues, torch.Tensor]:
-    """Context keys and values of all blocks, computed once per position of a run.
+def shared_context(drafter: FlashMapDrafter, batch: BlockBatch, window: int) -> tuple[Context, torch.Tensor]:
+    """The context of all blocks, computed once per position of a run.
 
     Returns:
-        per layer `[S * A, Hkv, W, head_dim]` twice, and the mask `[S * A, W]`.
+        the newest state `[S * A, 1, H]`, and per layer `[S * A, Hkv, W, head_dim]` twice; and the mask `[S * A, W]`.
     """
     span = batch.taps.shape[1]
-    whole = drafter.context_keys_values(batch.taps, torch.arange(span, device=batch.taps.device)[None])
+    whole = drafter.context(batch.taps, torch.arange(span, device=batch.taps.device)[None])
 
     def windows(x: torch.Tensor) -> torch.Tensor:  # [S, Hkv, span, h] -> [S * A, Hkv, W, h]
         return x.unfold(2, window, 1).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
-    return [(windows(k), windows(v)) for k, v in whole], batch.taps_mask.unfold(1, window, 1).flatten(0, 1)
+    newest = whole.states[:, window - 1 :].flatten(0, 1).unsqueeze(1)
+    context = Context(newest, [(windows(k), windows(v)) for k, v in whole.keys_values])
+    return context, batch.taps_mask.unfold(1, window, 1).flatten(0, 1)
 
 
 class BlockObjective(nn.Module):
@@ -57,7 +59,7 @@ class BlockObjective(nn.Module):
             self.drafter.head.transition.bind(self.embeddings[ids], self.rows)
 
     def logits(self, endpoint: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:  # [B, K, D], [B, K] -> [B, K, N]
-        """Draft logits given the tokens before, as `head.biased(head(endpoint))`; a tied bias shares the head's product."""
+        """As `head.biased(head(endpoint, rows), ...)`; a tied bias shares the head's product."""
         head = self.drafter.head
         if isinstance(head.transition, TiedTransition) and not head.low_rank:
             shift = head.transition.shift(endpoint, head.draft_positions(previous))

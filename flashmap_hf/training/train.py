@@ -36,7 +36,7 @@ DRAFTER = "drafter"  # the folder in a run's folder
 OWN_FIELDS = (
     "window", "block_size", "coupling", "num_steps", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "initializer_range", "head",
-    "head_rank", "draft_vocab_size", "transition_rank",
+    "head_rank", "draft_vocab_size", "transition_rank", "anchored_slots",
 )  # fmt: skip
 
 

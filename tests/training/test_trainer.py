@@ -71,11 +71,12 @@ def kill_before(step: int, trainer: FlashMapTrainer, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trainer, "train_step", train_step)
 
 
+@pytest.mark.parametrize("anchored", [False, True])
 def test_shared_context_equals_the_drafters_own_pass(
-    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path
+    target: LlamaForCausalLM, sequences: list[SequenceFeatures], tmp_path: Path, anchored: bool
 ) -> None:
     """One function for training and inference: the trainer's endpoint is what `forward` computes from the same taps."""
-    drafter = build(target).eval()
+    drafter = build(target, anchored_slots=anchored).eval()
     objective = trainer_for(target, drafter, sequences, tmp_path).objective
     batch = make_batch([sequences[1]], [sequences[1].first], 5, 4, 3)
     u = draw(batch, torch.Generator().manual_seed(0), hide_share=0.0, start_share=1.0).u[0]

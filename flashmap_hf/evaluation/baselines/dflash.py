@@ -46,7 +46,8 @@ class FactorisedDrafter(BaselineDrafter):
         """Keys and values of committed positions, for every layer. taps: `[B, T, N * D]`; positions: `[B, T]`."""
         context = self.context_encoder(taps.to(self.dtype))
         layers: Any = self.layers
-        return [layer.attention.keys_values(context, positions) for layer in layers]
+        by = self.rotation(positions)
+        return [layer.attention.keys_values(context, by) for layer in layers]
 
     def slots(
         self, embeds: torch.Tensor, positions: torch.Tensor, context: KeyValues, mask: torch.Tensor | None
@@ -55,8 +56,9 @@ class FactorisedDrafter(BaselineDrafter):
         x = self.slot_proj(self.slot_norm(embeds.to(self.dtype))) + self.slot_embedding
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(x.shape[:2])], dim=1)[:, None, None, :]
+        by = self.rotation(positions)
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, positions, keys_values, mask)
+            x = layer(x, by, keys_values, mask)
         return self.endpoint_proj(self.norm(x))
 
     def endpoints(

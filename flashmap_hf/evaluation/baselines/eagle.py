@@ -39,7 +39,7 @@ class FeatureDrafter(BaselineDrafter):
         return self.pair_proj(torch.cat([features, self.token_norm(embeds.to(self.dtype))], dim=-1))
 
     def keys_values(self, pairs: torch.Tensor, positions: torch.Tensor) -> KeyValues:  # [B, T, H], [B, T]
-        return self.layer.attention.keys_values(self.layer.attention_norm(pairs), positions)
+        return self.layer.attention.keys_values(self.layer.attention_norm(pairs), self.rotation(positions))
 
     def advance(
         self, pair: torch.Tensor, position: torch.Tensor, context: KeyValues, mask: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class FeatureDrafter(BaselineDrafter):
         """The next feature. pair `[B, 1, H]`, position `[B, 1]`, mask `[B, T]` of the context -> `[B, 1, H]`."""
         if mask is not None:
             mask = nn.functional.pad(mask, (0, 1), value=True)[:, None, None, :]
-        return self.norm(self.layer(pair, position, context, mask))
+        return self.norm(self.layer(pair, self.rotation(position), context, mask))
 
     def extended(self, context: KeyValues, pair: torch.Tensor, position: torch.Tensor) -> KeyValues:
         """The context with one more pair."""

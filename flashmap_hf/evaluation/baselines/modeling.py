@@ -13,6 +13,7 @@ from transformers.generation import CandidateGenerator
 
 from flashmap_hf.evaluation.baselines.configuration import BaselineConfig
 from flashmap_hf.head import DraftHead, unembedding_rows
+from flashmap_hf.velocity import Rotation, rotation
 
 
 class BaselineDrafter(PreTrainedModel, ABC):
@@ -66,6 +67,10 @@ class BaselineDrafter(PreTrainedModel, ABC):
     @abstractmethod
     def state_values(self, context: int) -> int:
         """How many numbers are kept per request after `context` tokens, from one pass to the next."""
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:  # [B, T]
+        """What the attention of all layers turns by at these positions."""
+        return rotation(positions, self.config.head_dim, self.config.rope_theta, self.dtype)
 
     def rows(self, target: PreTrainedModel) -> torch.Tensor:  # [N, D]
         """The target's unembedding rows of the draft vocabulary, on this drafter's device and in its dtype."""
