@@ -292,11 +292,16 @@ class FlashMapCandidateGenerator(CandidateGenerator):
 
     def _scores(self, prefixes: torch.Tensor, logits: torch.Tensor, processors: Any) -> torch.Tensor:
         """Draft logits over the whole vocabulary, processed. [M, T], [M, N] -> [M, V]"""
-        ids = self.drafter.head.ids
+        ids, logits = self.drafter.head.ids, self.sharpened(logits)
         scores = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         scores[:, ids] = logits
         processed: torch.Tensor = processors(prefixes, scores.to(prefixes.device))
         return processed
+
+    def sharpened(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of what drafts are drawn from, before any processor."""
+        heat = self.options.draft_temperature
+        return logits / heat if self.rule == "rejection" and heat != 1.0 else logits
 
     def drawn(self, laws: torch.Tensor) -> torch.Tensor:  # [M, V] -> [M]
         """One token from each law."""

@@ -134,7 +134,7 @@ class Proposals:
                 return []
             self.typical = Shares.of(self.candidates.laws(input_ids.expand(len(logits), -1), likeliest))
             return expected(self.typical, self._nodes(self.room))
-        modes: list[float] = logits.softmax(-1).amax(-1).cumprod(0).tolist()
+        modes: list[float] = self.candidates.sharpened(logits).softmax(-1).amax(-1).cumprod(0).tolist()
         return modes
 
     def _sampled(self, input_ids: torch.Tensor, output: Any) -> Draft:

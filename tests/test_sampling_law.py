@@ -53,6 +53,8 @@ MODES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # rule, drafte
         {"transition_rank": 3},
         {**FILTERS, "assistant_confidence_threshold": 0.3},
     ),
+    "rejection, sharper drafts": ("rejection", {"transition_rank": 3}, {**FILTERS, "draft_temperature": 0.5}),
+    "rejection, flatter drafts": ("rejection", {}, {**PLAIN, "draft_temperature": 3.0}),
     "rejection, min-p": ("rejection", {}, {**PLAIN, "min_p": 0.15, "temperature": 1.3}),
 }
 
@@ -82,13 +84,26 @@ def test_law_of_a_real_model_with_many_samples(rule: str, coupling: str) -> None
     check_law(*long_run(*mistral_pair(coupling=coupling), seed=4, tokens=8000, rule=rule, **FILTERS))
 
 
-@pytest.mark.parametrize("coupling", ["quantile", "independent"])
-def test_law_of_the_stock_loop_with_our_candidates(coupling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("coupling", "options"), [("quantile", {}), ("independent", {}), ("independent", {"draft_temperature": 0.5})]
+)
+def test_law_of_the_stock_loop_with_our_candidates(
+    coupling: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It knows no shared noise: a drafter with the quantile coupling is verified there as one-hot."""
     stock: Any = GenerationMixin._assisted_decoding.__wrapped__  # type: ignore[attr-defined]
     monkeypatch.setattr(GenerationMixin, "_assisted_decoding", stock)
-    p, _ = long_run(*table_pair(coupling=coupling), seed=10, tokens=TOKENS, rule="auto", **PLAIN)
+    p, _ = long_run(*table_pair(coupling=coupling), seed=10, tokens=TOKENS, rule="auto", **PLAIN, **options)
     assert p > RIGHT, p
+
+
+def test_drafts_that_are_sharper_than_the_law_they_are_said_to_be_drawn_from_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = FlashMapCandidateGenerator.drawn
+    monkeypatch.setattr(FlashMapCandidateGenerator, "drawn", lambda self, laws: drawn(self, laws**2))
+    p, _ = long_run(*table_pair(), seed=11, tokens=TOKENS, rule="rejection", **PLAIN)
+    assert p < WRONG, p
 
 
 def short_calls(rule: str, seed: int, calls: int, **options: Any) -> tuple[float, Statistics]:

@@ -181,8 +181,9 @@ def test_law_with_a_transition(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"tree_size": 5}, {"tree_size": 12}, {"temperature": 0.8, "top_k": 3, "tree_size": 6}], ids=str
-)
+    "options", [{"tree_size": 5}, {"tree_size": 12}, {"temperature": 0.8, "top_k": 3, "tree_size": 6},
+                {"tree_size": 8, "draft_temperature": 0.6}], ids=str
+)  # fmt: skip
 @pytest.mark.parametrize("coupling", ["quantile", "independent"])
 def test_law_of_sampled_trees(coupling: str, options: dict[str, Any]) -> None:
     pair = table_pair(transition_rank=4, coupling=coupling)
@@ -210,8 +211,9 @@ def test_a_masks_row_shows_a_node_its_ancestors() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"tree_size": 0}, {"tree_size": 65}, {"num_drafts": 0}, {"seed": -1}, {"adaptive": 3}]
-)
+    "option", [{"tree_size": 0}, {"tree_size": 65}, {"num_drafts": 0}, {"seed": -1}, {"adaptive": 3},
+               {"draft_temperature": 0}, {"draft_temperature": float("nan")}, {"draft_temperature": True}], ids=str
+)  # fmt: skip
 def test_what_is_out_of_range_is_named(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         FlashMapGenerationConfig(**option)

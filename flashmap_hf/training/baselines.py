@@ -135,6 +135,7 @@ def train(
             facts |= choose_rule(trainer, held_out)
             own = trainer.objective
             hidden = HiddenNoiseObjective(drafter, own.embeddings, own.unembedding, 1.0)
+            hidden.draft_temperature = facts.get("draft_temperature") or 1.0
             facts |= tree_facts(hidden, held_out, [drafter.config.block_size, *TREES], options.seed)
         weights.bfloat16().save_pretrained(folder)
         write_record(folder / "training.json", {"kind": kind, "like": Path(options.like).name} | facts)

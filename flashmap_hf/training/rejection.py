@@ -11,6 +11,8 @@ from flashmap_hf.training.objective import BlockObjective, shared_context
 from flashmap_hf.training.sources import FeatureSource
 from flashmap_hf.training.trainer import FlashMapTrainer
 
+DRAFT_TEMPERATURES = (1.0, 0.85, 0.7, 0.55)  # that are tried
+
 
 class LawObjective(BlockObjective, ABC):
     """A drafter whose blocks read no noise: what it drafts with is a law."""
@@ -21,7 +23,12 @@ class LawObjective(BlockObjective, ABC):
 
 
 class HiddenNoiseObjective(LawObjective):
-    """A FlashMap drafter as rejection sampling uses it, with its noise hidden: one law for each position."""
+    """A FlashMap drafter as rejection sampling uses it, with its noise hidden: one law for each position.
+
+    draft_temperature: as in `FlashMapGenerationConfig`.
+    """
+
+    draft_temperature = 1.0
 
     def draft(self, batch: BlockBatch) -> tuple[torch.Tensor, torch.Tensor]:
         drafter, config = self.drafter, self.drafter.config
@@ -36,7 +43,8 @@ class HiddenNoiseObjective(LawObjective):
         )  # fmt: skip
         previous = torch.cat([anchors[:, None], labels[:, :-1]], dim=1)
         logits = drafter.head(endpoint, self.rows)
-        return endpoint, drafter.head.biased(logits, endpoint, drafter.head.draft_positions(previous))
+        logits = drafter.head.biased(logits, endpoint, drafter.head.draft_positions(previous))
+        return endpoint, logits / self.draft_temperature
 
 
 @kept.register
@@ -57,7 +65,7 @@ def rejection(objective: LawObjective, batch: BlockBatch, generator: torch.Gener
 
 
 def choose_rule(trainer: FlashMapTrainer, held_out: FeatureSource) -> dict[str, Any]:
-    """Put the rule that keeps more of held-out sampled answers into the drafter's generation config.
+    """Put what keeps most of held-out sampled answers into the drafter's generation config: rule, draft temperature.
 
     Call it with the averaged weights in place. Where nothing sampled is held out, or the noise is independent, the
     config stays as it is.
@@ -68,19 +76,24 @@ def choose_rule(trainer: FlashMapTrainer, held_out: FeatureSource) -> dict[str, 
     drafter, own = trainer.drafter, trainer.objective
     if drafter.config.coupling != "quantile":
         return {}
-    hidden = HiddenNoiseObjective(drafter, own.embeddings, own.unembedding, 1.0)
-    walks = {
-        rule: walk_held_out(objective, held_out, trainer.config.seed)[True]
-        for rule, objective in (("shared_noise", own), ("rejection", hidden))
-    }
-    shared, rejecting = walks["shared_noise"], walks["rejection"]
+    shared = walk_held_out(own, held_out, trainer.config.seed)[True]
     if not shared.steps:
         return {}
+    hidden = HiddenNoiseObjective(drafter, own.embeddings, own.unembedding, 1.0)
+    walks = {}
+    for heat in DRAFT_TEMPERATURES:
+        hidden.draft_temperature = heat
+        walks[heat] = walk_held_out(hidden, held_out, trainer.config.seed)[True]
+    best = max(walks, key=lambda heat: walks[heat].tokens_per_step)
     config: Any = drafter.generation_config
-    config.verification = "rejection" if rejecting.tokens_per_step > shared.tokens_per_step else "auto"
+    rejects = walks[best].tokens_per_step > shared.tokens_per_step
+    config.verification = "rejection" if rejects else "auto"
+    config.draft_temperature = best if rejects else None
     return {
         "verification": config.verification,
-        "rejection_tokens_per_step_sampled": rejecting.rate(),
-        "rejection_joint_sampled": rejecting.shares(),
+        "draft_temperature": config.draft_temperature,
+        "rejection_tokens_per_step_sampled": walks[best].rate(),
+        "rejection_joint_sampled": walks[best].shares(),
+        "rejection_by_draft_temperature": {str(heat): walk.rate() for heat, walk in walks.items()},
         "shared_noise_tokens_per_step_sampled": shared.rate(),
     }

@@ -86,7 +86,8 @@ class _Answer:
 
     def _rows(self, k: int, previous: Tensor) -> Tensor:  # [M] -> [M, N]
         logits, z_1 = self.logits[self.place, k].expand(len(previous), -1), self.z_1[self.place, k]
-        return self.head.biased(logits, z_1.expand(len(previous), -1), previous)
+        rows = self.head.biased(logits, z_1.expand(len(previous), -1), previous)
+        return rows / self.objective.draft_temperature if self.sampled else rows
 
     def _previous(self, tokens: list[int] | None) -> Tensor:
         return self.before[self.place, None] if tokens is None else self.before.new_tensor(tokens)

@@ -41,5 +41,7 @@ def test_logits_and_gradients_are_those_of_the_head(shape: dict[str, Any]) -> No
     weight = torch.randn(reference.shape, generator=generator)
     inputs = [endpoint, *(p for p in head.parameters() if p.requires_grad)]
     expected = torch.autograd.grad((reference * weight).sum(), inputs, allow_unused=True)
-    for found, gradient in zip(torch.autograd.grad((fast * weight).sum(), inputs, allow_unused=True), expected, strict=True):
+    for found, gradient in zip(
+        torch.autograd.grad((fast * weight).sum(), inputs, allow_unused=True), expected, strict=True
+    ):
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from flashmap_hf.training.answers import Answer
 from flashmap_hf.training.blocks import make_batch
 from flashmap_hf.training.config import TrainConfig
 from flashmap_hf.training.features import compute
-from flashmap_hf.training.rejection import HiddenNoiseObjective, choose_rule
+from flashmap_hf.training.rejection import DRAFT_TEMPERATURES, HiddenNoiseObjective, choose_rule
 from flashmap_hf.training.shards import SequenceFeatures
 from flashmap_hf.training.sources import LoadedFeatures
 from flashmap_hf.training.train import matrices
@@ -72,16 +72,20 @@ def test_the_better_rule_goes_into_the_generation_config(
         trainer.train_step(batch, 1.0 - step / 200)
     drafter = trainer.load_average()
     if rule == "rejection":
-        torch.nn.init.normal_(drafter.noise_embedding.u_out.weight, std=3.0)
+        torch.nn.init.normal_(drafter.noise_embedding.u_out.weight, std=30.0)
     saved: Any = drafter.generation_config
     saved.verification = "one_hot"
     facts = choose_rule(trainer, LoadedFeatures([sampled], TAPS, 8))
     rates = facts["shared_noise_tokens_per_step_sampled"], facts["rejection_tokens_per_step_sampled"]
+    by_heat = facts["rejection_by_draft_temperature"]
+    assert rates[1] == max(by_heat.values()) and len(by_heat) == len(DRAFT_TEMPERATURES)
+    heat = facts["draft_temperature"]
+    assert heat is None if rule == "auto" else by_heat[str(heat)] == rates[1]
     assert max(rates) > 3.0 and (rates[1] > rates[0]) == (rule == "rejection")
     assert saved.verification == facts["verification"] == rule
     drafter.save_pretrained(tmp_path / "saved")
     loaded: Any = FlashMapDrafter.from_pretrained(tmp_path / "saved").generation_config
-    assert loaded.verification == rule
+    assert loaded.verification == rule and loaded.draft_temperature == heat
 
 
 def test_no_rule_is_chosen_without_sampled_answers_or_with_independent_noise(
