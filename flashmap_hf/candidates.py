@@ -111,6 +111,8 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         self.products = FewRows(drafter)
         if self.rows is not None:
             faster_counts(self.rows)  # `linear` of the head finds it
+        # of every id of the target: looked up for each token drafted
+        self.draft_positions = drafter.head.draft_positions(torch.arange(self.vocab_size, device=drafter.device))
         self.greedy_noise: torch.Tensor | None = None
         self.generator: torch.Generator | None = None  # None: torch's global one
 
@@ -239,7 +241,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         if head.transition is None:
             return logits
         assert z_1 is not None
-        previous = head.draft_positions(anchor.to(logits.device))
+        previous = self.draft_positions[anchor.to(logits.device)]
         rows: list[torch.Tensor] = []
         for row, z in zip(logits, z_1[0], strict=False):
             rows.append(head.biased(row, z, previous))
@@ -261,7 +263,7 @@ class FlashMapCandidateGenerator(CandidateGenerator):
         for k, row in enumerate(logits):
             if head.transition is not None:
                 assert z_1 is not None
-                row = head.biased(row, z_1[0, k], head.draft_positions(prefix[0, -1].to(row.device)))
+                row = head.biased(row, z_1[0, k], self.draft_positions[prefix[0, -1].to(row.device)])
                 if not self.finite(row):
                     break  # the tokens so far stand: dropping them for what they led to would change the law
             scores = self._scores(prefix, row[None], processors)

@@ -112,9 +112,7 @@ class Proposals:
             rows = logits[k : k + 1]
             if head.transition is not None:
                 assert z_1 is not None
-                previous = head.draft_positions(
-                    torch.tensor([anchor] if parents is None else parents, device=rows.device)
-                )
+                previous = self.candidates.draft_positions[[anchor] if parents is None else parents]
                 rows = head.biased(rows, z_1[0, k : k + 1], previous)
             best = rows.log_softmax(-1).topk(width)
             return best.values, head.target_ids(best.indices)
@@ -154,7 +152,7 @@ class Proposals:
             rows = logits[k : k + 1].expand(len(paths), -1)
             if head.transition is not None:
                 assert z_1 is not None
-                previous = head.draft_positions(prefixes[:, -1].to(rows.device))
+                previous = self.candidates.draft_positions[prefixes[:, -1].to(rows.device)]
                 rows = head.biased(rows, z_1[0, k : k + 1], previous)
                 if not self.candidates.finite(rows):
                     return None
