@@ -21,6 +21,15 @@ torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread
 settings.register_profile("flashmap", deadline=None)
 settings.load_profile("flashmap")
 
+
+@pytest.fixture(autouse=True)
+def auto_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests compare token by token: on a CPU that multiplies bfloat16, "auto" would not be exact enough for that."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = torch.cpu.get_capabilities() | dict.fromkeys(("avx512_bf16", "amx_bf16", "bf16"), False)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+
+
 SIZES = {  # names of GPT-2 are translated by its config
     "vocab_size": 64,
     "hidden_size": 32,

@@ -12,6 +12,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CPUINFO = Path("/proc/cpuinfo")
 
 
+@pytest.fixture(autouse=True)
+def auto_is_float32() -> None:
+    """Not here."""
+
+
 @pytest.mark.parametrize(
     ("capabilities", "native"),
     [

@@ -156,16 +156,19 @@ def forward_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, in
     else:
         found.append((2 * tokens * config.head_rank * (target + size), 2))
     if config.transition_rank is not None:
-        found.append((2 * tokens * config.transition_rank * (target + size), 2))
+        found.append((2 * tokens * config.transition_rank * target, 2))
     return found
 
 
 def training_products(config: FlashMapConfig, batch: Batch) -> list[tuple[int, int]]:
     """Those of a step beside what drafting its blocks takes."""
     target, size, rank = config.target_hidden_size, vocabulary(config), config.transition_rank
+    tokens = batch.blocks * config.block_size
     found = []
-    if rank is not None:  # A and B are made; the target's matrices are not trained
-        found += [(2 * batch.blocks * config.block_size * target * rank, 1), (2 * size * target * rank, 1)]
+    if rank is not None:  # tied to the target's matrices, which are not trained
+        found += [(2 * tokens * target * rank, 1), (2 * tokens * rank * target, 2)]
+        if config.head_rank is not None:  # the shared head reads the bias off with the endpoint
+            found.append((2 * tokens * target * size, 1))
     if batch.kl:
         found.append((2 * batch.runs * (batch.run_length + config.block_size - 1) * target * size, 0))
     return found
@@ -180,7 +183,8 @@ def step_flop(config: FlashMapConfig, batch: Batch) -> int:
 def draft_flop(config: FlashMapConfig) -> int:
     """Drafting one block when generating, context included (an Euler step; the midpoint rule passes twice)."""
     alone = sum(flop for flop, _ in forward_products(config, Batch(1, 1)))
-    return alone * config.num_steps
+    tables = 2 * config.block_size * (config.transition_rank or 0) * vocabulary(config)
+    return (alone + tables) * config.num_steps
 
 
 def weights_read(config: FlashMapConfig) -> int:

@@ -35,6 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"draft_vocab_size": None, "tokenizer_size": 199},
     {"hidden_size": 74, "coupling": "independent"},
     {"head": "low_rank", "head_rank": 9, "transition_rank": 17},
+    {"transition_rank": 17},
     {"window": 40, "block_size": 9, "num_hidden_layers": 3, "num_key_value_heads": 3},
 ]
 BATCH = Batch(runs=2, run_length=3)
