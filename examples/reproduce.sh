@@ -13,6 +13,7 @@ TARGET=${TARGET:-smollm2-135m-instruct}
 OUT=${OUT:-runs/smollm2-135m}
 TOKENS=${TOKENS:-1500000}
 MINUTES=${MINUTES:-480}
+DTYPE=${DTYPE:-auto}               # of the target in every stage; float32 where tokens must repeat to the last one
 PROMPTS=${PROMPTS:-}                # empty: the target writes NUM_PROMPTS of them
 NUM_PROMPTS=${NUM_PROMPTS:-12000}
 TEST_PROMPTS=${TEST_PROMPTS:-}      # empty: the target writes them, with another seed
@@ -26,18 +27,18 @@ FLASHMAP=${FLASHMAP:-flashmap}
 mkdir -p "$OUT"
 if [ -z "$PROMPTS" ]; then
     PROMPTS=$OUT/prompts.jsonl
-    $FLASHMAP prompts --target "$TARGET" --num-prompts "$NUM_PROMPTS" --out "$PROMPTS"
+    $FLASHMAP prompts --target "$TARGET" --num-prompts "$NUM_PROMPTS" --out "$PROMPTS" --dtype "$DTYPE"
 fi
 if [ -z "$TEST_PROMPTS" ]; then
     TEST_PROMPTS=$OUT/test_prompts.jsonl
-    $FLASHMAP prompts --target "$TARGET" --num-prompts 200 --seed 1 --out "$TEST_PROMPTS"
+    $FLASHMAP prompts --target "$TARGET" --num-prompts 200 --seed 1 --out "$TEST_PROMPTS" --dtype "$DTYPE"
 fi
 # shellcheck disable=SC2086  # several arguments each
 {
-    $FLASHMAP respond --target "$TARGET" --prompts "$PROMPTS" --out "$OUT/answers" --max-tokens "$TOKENS" $RESPOND_ARGS
-    $FLASHMAP features --target "$TARGET" --answers "$OUT/answers" --out "$OUT/features"
+    $FLASHMAP respond --target "$TARGET" --prompts "$PROMPTS" --out "$OUT/answers" --max-tokens "$TOKENS" --dtype "$DTYPE" $RESPOND_ARGS
+    $FLASHMAP features --target "$TARGET" --answers "$OUT/answers" --out "$OUT/features" --dtype "$DTYPE"
     $FLASHMAP train --target "$TARGET" --features "$OUT/features" --out "$OUT/run" --max-minutes "$MINUTES" $TRAIN_ARGS
-    $FLASHMAP evaluate --target "$TARGET" --drafter "$OUT/run/drafter" --prompts "$TEST_PROMPTS" $EVALUATE_ARGS
+    $FLASHMAP evaluate --target "$TARGET" --drafter "$OUT/run/drafter" --prompts "$TEST_PROMPTS" --dtype "$DTYPE" $EVALUATE_ARGS
 }
 # shellcheck disable=SC2086
 $FLASHMAP card --folder "$OUT/run/drafter" $CARD_ARGS

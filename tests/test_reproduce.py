@@ -20,10 +20,11 @@ def reproduce(target: Path, prompts: Path, out: Path) -> subprocess.CompletedPro
         "PROMPTS": str(prompts),
         "TEST_PROMPTS": str(prompts),
         "MINUTES": "0.3",
+        "DTYPE": "float32",  # answers of a bfloat16 target are not those that `evaluate` sees
         "TRAIN_ARGS": "--layers 2 --hidden-size 64 --block-size 4 --window 4 --draft-vocab 0 --runs 4 --run-length 8 "
         "--optimiser muon --muon-lr 0.05 --adam-lr 5e-3 --ema 0.9 --checkpoint-minutes 0.1 --report-to none",
         "RESPOND_ARGS": "--greedy-share 1 --max-new-tokens 41",
-        "EVALUATE_ARGS": "--temperatures 0 --max-new-tokens 41 --dtype float32",
+        "EVALUATE_ARGS": "--temperatures 0 --max-new-tokens 41",
         "CARD_ARGS": "--license mit --base-model org/tiny",
         "FLASHMAP": f"{sys.executable} -m flashmap_hf",
         "OMP_NUM_THREADS": "1",
